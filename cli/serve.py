@@ -43,9 +43,16 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
+@click.argument("paths", nargs=-1, metavar="[NAME=]PATH[@DEVICE,...]...")
 @option("--host", None, "Address to listen on; 0.0.0.0 is every interface.", "127.0.0.1")
 @option("--port", click.IntRange(0, 65535), "Port to listen on; 0 is any free port.", 8000)
+@flag("--follow", "Serve a run's newest checkpoint whenever there is a newer one; no request is lost.")
+@option(
+    "--models-dir",
+    PATH,
+    "Directory whose models POST /models/load and /models/unload may open and end by name, as those of PATH; "
+    "needs API keys on other addresses than loopback (default: models stay as given).",
+)
 @_limits
 @option(
     "--drain-wait",
@@ -91,6 +98,8 @@ def command(
     paths: tuple[str, ...],
     host: str,
     port: int,
+    follow: bool,
+    models_dir: Path | None,
     options: "BackendOptions",
     api_key_file: Path | None,
     share_prefixes: bool,
@@ -105,6 +114,8 @@ def command(
     """Serve runs, checkpoints, Hugging Face directories, ONNX or GGUF artifacts, .gguf files or engines.
 
     A model's name is the last part of its path unless NAME= says another; requests pick a model by its name.
+    gpt=PATH@cuda:0,cuda:1 serves it by a process on each of these devices; a request goes to the one with the
+    least to do.
 
     GPT: /v1/completions and, with a chat template, /v1/chat/completions. BERT: /v1/embeddings, /v1/fill-mask
     and, with a classification head, /v1/classify and /v1/rerank. Also /v1/models, /tokenize, /detokenize,
@@ -117,23 +128,30 @@ def command(
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
     from ..core.console import warn
+    from ..inference.serving.catalogue import Catalogue
     from ..inference.serving.limits import ServerLimits, read_keys
     from ..inference.serving.listen import LOOPBACK, bind, run
-    from ..inference.serving.served import served_models
     from ..inference.serving.server import Server, build_app
     from ..inference.serving.telemetry import Telemetry
 
+    if not (paths or models_dir):
+        raise WrongUse("there is no model to serve", fix="give the path of one, or --models-dir")
+    if models_dir and not models_dir.is_dir():
+        raise WrongUse("there is no such directory", where=f"--models-dir {models_dir}")
     if (tls_cert is None) != (tls_key is None):
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
     bounds = ServerLimits(**limits, share_prefixes=share_prefixes)
     keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
+    if models_dir and not keys and host not in LOOPBACK:
+        fix = "give --api-key-file, or listen on 127.0.0.1"
+        raise WrongUse("models may not be loaded by everybody", where="--models-dir", fix=fix)
     if not keys and host not in LOOPBACK:
         warn(f"whoever reaches {host}:{port} may use the models: give --api-key-file, or listen on 127.0.0.1")
     # A web page whose name its owner points at this machine would otherwise reach a server that asks for no key.
     known = (*LOOPBACK, *map(str.lower, hosts)) if host in LOOPBACK and not keys else ()
     telemetry = Telemetry(sys.stderr if access_log else None)
-    models = served_models(paths, bounds, options)
+    catalogue = Catalogue(paths, bounds, options, follow, models_dir)
     listener = bind(host, port)  # before the models: a taken port is known at once
-    server = Server(models, bounds, telemetry)
+    server = Server(catalogue, bounds, telemetry)
     tls = (tls_cert, tls_key) if tls_cert and tls_key else None
     run(build_app(server, keys, cors, known), server, listener, drain_wait, tls)

@@ -53,6 +53,12 @@ class Body(Strict):
     metadata: Annotated[dict[str, str], Meta(description="Accepted, not used.")] | None = None
 
 
+class ModelBody(Body, kw_only=True):
+    """POST /models/load and /models/unload."""
+
+    model: Annotated[str, Meta(min_length=1, description="A name from /v1/models.")]
+
+
 class StreamOptions(Strict):
     """OpenAI's options of a streamed answer."""
 

@@ -1,4 +1,4 @@
-"""One request: its body, read by pydantic from the bytes, the model that answers it, and its deadline."""
+"""One request: its body, read from the bytes, the model that answers it, and its deadline."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,6 +18,7 @@ from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.hardware import usable_cores
 from ...core.version import version
 from .bodies import Budget, read
+from .catalogue import Catalogue
 from .limits import ServerLimits
 from .served import ServedModel
 from .telemetry import Telemetry, Watch
@@ -37,25 +38,26 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 class Server:
     """The models and what all endpoints share."""
 
-    def __init__(self, models: Sequence[ServedModel], limits: ServerLimits, telemetry: Telemetry) -> None:
-        self.models, self.limits, self.telemetry = list(models), limits, telemetry
+    def __init__(self, catalogue: Catalogue, limits: ServerLimits, telemetry: Telemetry) -> None:
+        self.catalogue, self.limits, self.telemetry = catalogue, limits, telemetry
         self.draining, self.bodies = asyncio.Event(), Budget(limits)
         self.failure: ThroughlineError | None = None
         self.place = ""  # where it listens, for people
 
+    @property
+    def models(self) -> list[ServedModel]:
+        return self.catalogue.models
+
     async def start(self) -> None:
         """Start all models; says that they serve, or notes the `failure` of one."""
         try:
-            await asyncio.gather(*(model.start() for model in self.models))
-            say(f"serving {', '.join(model.name for model in self.models)} at {self.place}")
+            await self.catalogue.start()
+            names = ", ".join(model.name for model in self.models) or "no model yet"
+            say(f"serving {names} at {self.place}")
         except Exception as error:  # whatever it is, nothing is served: the command ends with it
             why = f"{type(error).__name__}: {error}"
             failed = Failed("a model cannot be served", why=why)
             self.failure = error if isinstance(error, ThroughlineError) else failed
-
-    async def close(self) -> None:
-        """End the processes of all models."""
-        await asyncio.gather(*(model.remote.close() for model in self.models))
 
     def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
         """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or
@@ -67,29 +69,22 @@ class Server:
         ]
         if name is None:
             if len(fitting) != 1:
-                if waiting := next((model for model in self.models if not model.remote.ready), None):
-                    waiting.remote.check_room(0)
+                if waiting := next((model for model in self.models if not model.ready), None):
+                    waiting.free(0)
                 names = ", ".join(model.name for model in fitting) or "none"
                 why = f"{len(fitting)} models answer {endpoint}: {names}"
                 raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
             found = fitting[0]
         else:
-            found = self.find(name)
+            found = self.catalogue.find(name)
         watch.model = found.name
         # A full queue is known before anything is tokenised.
-        found.remote.check_room(0 if tokens_only else 1)
+        found.free(0 if tokens_only else 1)
         if found not in fitting:
             kind = "GPT" if found.causal else "BERT"
             what = f"{found.name} is a {kind} and does not answer {endpoint}"
             why = "it has no chat template" if endpoint.endswith("chat/completions") and found.causal else ""
             raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
-        return found
-
-    def find(self, name: str) -> ServedModel:
-        """The model of that name. Raises HTTPException 404."""
-        found = next((model for model in self.models if model.name == name), None)
-        if found is None:
-            raise HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")
         return found
 
 
@@ -136,7 +131,23 @@ Endpoint = Callable[[Call, Any], Coroutine[Any, Any, Response | dict[str, Any]]]
 
 
 def post(server: Server, path: str, endpoint: Endpoint) -> Route:
-    """The route of an endpoint `(call, body)`; the body is what its annotation says."""
+    """The route of an endpoint `(call, body)` that a model answers; the body is what its annotation says."""
+
+    @wraps(endpoint)
+    async def answer(request: Request, body: Any) -> Response:
+        model = server.pick(body.model, path, request.state.watch)
+        model.users += 1
+        try:
+            found = await endpoint(Call(server, request, model), body)
+        finally:
+            model.users -= 1
+        return found if isinstance(found, Response) else json_response(found)
+
+    return with_body(server, path, answer)
+
+
+def with_body(server: Server, path: str, endpoint: Callable[..., Coroutine[Any, Any, Response]]) -> Route:
+    """The route of an endpoint `(request, body)`."""
     kind: Any = get_type_hints(endpoint)["body"]
 
     @wraps(endpoint)
@@ -146,10 +157,7 @@ def post(server: Server, path: str, endpoint: Endpoint) -> Route:
         if not is_json(request.headers.get("content-type", "")):
             fix = "send the header Content-Type: application/json"
             raise WrongUse("the body is not said to be JSON", where="body", fix=fix)
-        body = read(kind, raw, server.limits.queue)
-        model = server.pick(body.model, path, request.state.watch)
-        found = await endpoint(Call(server, request, model), body)
-        return found if isinstance(found, Response) else json_response(found)
+        return await endpoint(request, read(kind, raw, server.limits.queue))
 
     return Route(path, answer, methods=["POST"])
 

@@ -34,6 +34,9 @@ class ServerLimits:
     share_prefixes: bool = False  # of prompts, among keys
 
 
+LIMITS = ServerLimits()
+
+
 def later(status: int, what: str, wait_s: int) -> HTTPException:
     """A refusal that says when to come back."""
     return HTTPException(status, f"{what}; try again in {wait_s} s", {"Retry-After": str(wait_s)})

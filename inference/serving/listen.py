@@ -260,7 +260,7 @@ def run(
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
     server.place = place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
-    names = ", ".join(model.name for model in server.models)
+    names = ", ".join(model.name for model in server.models) or "no model"
     say(f"loading {names}; {place}health answers, {place}ready says when the models do")
     serving = DrainingServer(config, server, drain_s, listener)
     began_s = time.monotonic()

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from starlette.exceptions import HTTPException
 
 from ...core.backend import BackendOptions
 from ...core.console import warn
@@ -30,6 +32,14 @@ LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dyi
 
 Answer = Made | Read | ThroughlineError
 Hear = Callable[[tuple[int, Answer]], None]  # takes the place of an answer in its request, and some of it
+
+
+class Owed(NamedTuple):
+    """An answer that was accepted."""
+
+    place: int  # in its request
+    hear: Hear
+    cost: int
 
 
 def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
@@ -53,7 +63,7 @@ class Remote:
 
     def __init__(self, name: str, path: str, options: BackendOptions, limits: ServerLimits) -> None:
         self.name, self.path = name, path
-        self._opening = Open(name, path, limits.slots, options)
+        self._options = options
         self.limits, self.places = limits, limits.slots + limits.queue
         self.ready = False  # for work
         self.restarts = self.failed = 0  # processes, answers
@@ -61,7 +71,7 @@ class Remote:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: asyncio.Transport | None = None
         self._ended = asyncio.Event()  # the present process has
-        self._waiting: dict[int, tuple[int, Hear]] = {}  # places in their requests, and who listens
+        self._waiting: dict[int, Owed] = {}
         self._began: set[int] = set()
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
@@ -99,29 +109,35 @@ class Remote:
         """Jobs accepted and not begun. A job is known to have begun when its first token is."""
         return len(self._waiting) - len(self._began)
 
-    def check_room(self, jobs: int) -> None:
-        """Raises HTTPException when this many jobs cannot be taken now: 503 without the model, 429 for a full queue."""
+    @property
+    def cost(self) -> int:
+        """Tokens to read and to make for the jobs that are not answered, at most."""
+        return sum(owed.cost for owed in self._waiting.values())
+
+    def refusal(self, jobs: int) -> HTTPException | None:
+        """Why this many jobs cannot be taken now, if so: 503 without the model, 429 for a full queue."""
         if not self.ready:
             state = "starting again" if self.restarts else "loading"
-            raise later(503, f"the model {self.name} is {state}", 5)
+            return later(503, f"the model {self.name} is {state}", 5)
         if len(self._waiting) + jobs > self.places:
             wait_s = max(1, min(60, math.ceil(len(self._waiting) * self._seconds_per_job)))
             why = f"{len(self._waiting)} of {self.places} places are taken"
-            raise later(429, f"the queue of {self.name} is full: {why}", wait_s)
+            return later(429, f"the queue of {self.name} is full: {why}", wait_s)
         if self._connection is not None and self._connection.get_write_buffer_size() > UNREAD_BYTES:
-            raise later(503, f"the model {self.name} does not take requests in", 5)
+            return later(503, f"the model {self.name} does not take requests in", 5)
+        return None
 
     def submit(self, work: Sequence[Work], hear: Hear, priority: int = 0, tenant: str = "") -> range:
-        """Send the work of a request and return the numbers of its answers. Raises as `check_room`."""
-        count = sum(one.n for one in work)
-        self.check_room(count)
+        """Send the work of a request, for which there must be room, and return the numbers of its answers."""
         assert self._connection is not None
-        numbers = range(self._next, self._next + count)
+        costs = [one.cost for one in work for _ in range(one.n)]
+        numbers = range(self._next, self._next + len(costs))
         self._next = numbers.stop
-        self._waiting |= {number: (place, hear) for place, number in enumerate(numbers)}
+        for place, (number, cost) in enumerate(zip(numbers, costs)):
+            self._waiting[number] = Owed(place, hear, cost)
         due_s = time.monotonic() - priority * PRIORITY_S
         self._connection.write(pack(Ask(numbers.start, list(work), due_s, tenant)))
-        self.accepted += count
+        self.accepted += len(numbers)
         return numbers
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -154,7 +170,8 @@ class Remote:
                 opened.set_result(None)
 
         self._connection, _ = await loop.create_connection(lambda: Messages(take, ended), sock=ours)
-        self._connection.write(pack(self._opening))
+        opening = Open(self.name, self.path, self.limits.slots, self._options)
+        self._connection.write(pack(opening))
         try:
             async with asyncio.timeout(self.limits.load_s):
                 first = await opened
@@ -214,8 +231,8 @@ class Remote:
         inside = f"{len(waiting)} requests in it"
         warn(f"{self.name}: the process of the model ended with {inside}; starting it again")
         failure = Failed("the process of the model ended", fix="send the request again")
-        for place, hear in waiting.values():
-            hear((place, failure))
+        for owed in waiting.values():
+            owed.hear((owed.place, failure))
 
     def _route(self, message: Message) -> None:
         """Hand a message of the process to those who wait for it."""
@@ -233,7 +250,7 @@ class Remote:
     def _answer(self, number: int, answer: Answer, last: bool) -> None:
         if number not in self._waiting:  # cancelled
             return
-        place, hear = self._waiting[number]
+        owed = self._waiting[number]
         self._began.add(number)
         if last:
             del self._waiting[number]
@@ -241,4 +258,4 @@ class Remote:
             if not isinstance(answer, ThroughlineError):
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s
-        hear((place, answer))
+        owed.hear((owed.place, answer))

@@ -1,4 +1,4 @@
-"""A model as the HTTP process sees it: its tokenizer, what each endpoint asks of it, and its process. No
+"""A model as the HTTP process sees it: its tokenizer, what each endpoint asks of it, and its processes. No
 endpoint here.
 
 Everything that a request gets wrong raises WrongUse before anything is queued.
@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import BackendOptions
 from ...core.errors import Refused, ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.sentence import Sentence
-from ..runtimes.source import no_model
 from .api_types import CompletionBody, Generation
 from .bodies import check_texts
 from .channel import Made, Read, Work
@@ -41,15 +39,23 @@ Deltas = AsyncGenerator[tuple[int, TextDelta | None], None]
 class ServedModel:
     """One model."""
 
-    def __init__(self, name: str, remote: Remote, limits: ServerLimits) -> None:
-        self.name, self.remote, self.limits = name, remote, limits
+    def __init__(self, name: str, remotes: Sequence[Remote], limits: ServerLimits) -> None:
+        self.name, self.remotes, self.limits = name, remotes, limits
         self.facts: dict[str, Any] = {}  # none while it loads for the first time
+        self.checkpoint: Path | None = None  # of a run that is followed
+        self.users = 0  # requests that have picked it and may ask it something yet
         self.chat: ChatTemplate | None = None
         self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: self.tokenizer.decode([token_id]))
 
-    async def start(self) -> None:
-        """Start the process and read the tokenizer. Raises what opening the model raised."""
-        facts = await self.remote.open()
+    async def start(self, checkpoint: Path | None = None) -> None:
+        """Start the processes, on this checkpoint of their run if one is given, and read the tokenizer. Raises what
+        opening the model raised.
+        """
+        self.checkpoint = checkpoint
+        for remote in self.remotes:
+            remote.path = str(checkpoint or remote.path)
+        facts, *others = await asyncio.gather(*(remote.open() for remote in self.remotes))
+        facts["device"] = ", ".join([facts["device"], *(one["device"] for one in others)])
         path = Path(facts["tokenizer"])
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         self.reader = Reader(self.tokenizer, facts["context"], facts["vocab_size"])
@@ -59,7 +65,36 @@ class ServedModel:
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             why = f"{type(error).__name__}: {error}"
             raise Refused("the chat template cannot be read", where=path.parent, why=why) from error
-        self.remote.watch()
+        for remote in self.remotes:
+            remote.watch()
+
+    async def finished(self) -> None:
+        """Wait until nobody waits for an answer of this model."""
+        while self.users or any(remote.waiting for remote in self.remotes):
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(remote.close() for remote in self.remotes))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a process takes work."""
+        return any(remote.ready for remote in self.remotes)
+
+    def count(self, what: str) -> int:
+        """`accepted`, `queued`, `active`, `restarts` or `failed` of all processes."""
+        return sum(getattr(remote, what) for remote in self.remotes)
+
+    def free(self, answers: int) -> Remote:
+        """The process with the least to do of those that take so many answers more. Raises HTTPException: 503 without
+        one, 429 where all queues are full.
+        """
+        refused = {remote: remote.refusal(answers) for remote in self.remotes}
+        best = min(self.remotes, key=lambda remote: (refused[remote] is not None, remote.cost))
+        if (refusal := refused[best]) is not None:
+            raise refusal
+        return best
 
     @property
     def causal(self) -> bool:
@@ -89,7 +124,9 @@ class ServedModel:
             "max_model_len": self.facts.get("context"),
             "endpoints": self.endpoints,
             "mask_token": None if mask is None else self.token_text(mask),
-            "ready": self.remote.ready,
+            "ready": self.ready,
+            "status": {"value": "loaded" if self.facts else "loading"},
+            **({"checkpoint": self.checkpoint.name} if self.checkpoint else {}),
         }
 
     # --- generating ---
@@ -194,13 +231,13 @@ class ServedModel:
     ) -> AsyncGenerator[tuple[int, Answer | None], None]:
         """What the process says of each answer, until all are there; closing this gives the others up."""
         come = asyncio.Queue[tuple[int, Answer]]()
-        self.remote.check_room(answers := sum(one.n for one in work))
+        remote = self.free(answers := sum(one.n for one in work))
         watch.key.take(answers)
         numbers = range(0)
         left = answers
         try:
             tenant = "" if self.limits.share_prefixes else watch.key.digest.hex()
-            numbers = self.remote.submit(work, come.put_nowait, watch.key.priority, tenant)
+            numbers = remote.submit(work, come.put_nowait, watch.key.priority, tenant)
             watch.submitted(tokens)
             while left:
                 try:
@@ -217,24 +254,4 @@ class ServedModel:
             watch.key.held -= answers
             if left:
                 watch.cancelled(left)
-                self.remote.cancel(numbers)
-
-
-def served_models(specs: Sequence[str], limits: ServerLimits, options: BackendOptions) -> list[ServedModel]:
-    """Models by `PATH` or `NAME=PATH`; a path's name is its last part. Raises WrongUse for a name given
-    twice and for a path that does not exist.
-    """
-    models: dict[str, ServedModel] = {}
-    for spec in specs:
-        name, equals, path = spec.partition("=")
-        if not equals or Path(spec).exists():
-            path, name = spec, Path(spec).resolve().name
-        if not (name and path):
-            raise WrongUse("a model needs a name and a path", where=spec, fix="give NAME=PATH, or PATH alone")
-        if name in models:
-            raise WrongUse(f"two models are called {name!r}", where=path, fix="give names: NAME=PATH")
-        if not Path(path).exists():
-            raise no_model(Path(path))
-        remote = Remote(name, path, options, limits)
-        models[name] = ServedModel(name, remote, limits)
-    return list(models.values())
+                remote.cancel(numbers)

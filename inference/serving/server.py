@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from .calls import Endpoint, Server, json_response, openapi, post
+from .api_types import ModelBody
+from .calls import Endpoint, Server, json_response, openapi, post, with_body
 from .completions import chat, completions
 from .guard import ON_ERROR, Guard
 from .limits import Key
@@ -52,9 +53,10 @@ def build_app(
         starting = asyncio.create_task(server.start())
         yield
         starting.cancel()
-        await server.close()
+        await server.catalogue.close()
 
     routes = [*(post(server, path, endpoint) for path, endpoint in ENDPOINTS.items()), *_status(server)]
+    routes += _management(server) if server.catalogue.directory else []
     schema = json_response(openapi(routes))
 
     async def described(request: Request) -> Response:
@@ -67,6 +69,22 @@ def build_app(
         allowed["allow_headers"] = ["*"]
         layers.insert(0, Middleware(CORSMiddleware, **allowed))
     return Starlette(routes=routes, middleware=layers, exception_handlers=ON_ERROR, lifespan=lifespan)
+
+
+def _management(server: Server) -> list[Route]:
+    """As llama.cpp's server has it, but for the answer to `load`, which waits for the model."""
+
+    async def load(request: Request, body: ModelBody) -> Response:
+        """Open a model by the name of its directory or file."""
+        await server.catalogue.load(body.model)
+        return json_response({"success": True})
+
+    async def unload(request: Request, body: ModelBody) -> Response:
+        """End a model when it has answered what it was asked."""
+        server.catalogue.unload(body.model)
+        return json_response({"success": True})
+
+    return [with_body(server, f"/models/{endpoint.__name__}", endpoint) for endpoint in (load, unload)]
 
 
 def _status(server: Server) -> list[Route]:
@@ -82,10 +100,10 @@ def _status(server: Server) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         """Every model answers; 503 while one loads or the server drains."""
-        waiting = [model.name for model in server.models if not model.remote.ready]
+        waiting = [model.name for model in server.models if not model.ready]
         draining = server.draining.is_set()
         counts = {
-            name: {model.name: getattr(model.remote, name) for model in server.models}
+            name: {model.name: model.count(name) for model in server.models}
             for name in ("accepted", "queued", "active")
         }
         fit = not waiting and not draining
@@ -97,12 +115,12 @@ def _status(server: Server) -> list[Route]:
         return Response(server.telemetry.page(server.models), media_type="text/plain; version=0.0.4")
 
     async def list_models(request: Request) -> Response:
-        """The served models and which endpoints take them."""
-        return json_response({"object": "list", "data": [model.describe() for model in server.models]})
+        """The models, and which endpoints take those that are served."""
+        return json_response({"object": "list", "data": server.catalogue.describe()})
 
     async def one_model(request: Request) -> Response:
         """One served model."""
-        return json_response(server.find(request.path_params["name"]).describe())
+        return json_response(server.catalogue.find(request.path_params["name"]).describe())
 
     return [
         Route("/", index, include_in_schema=False),

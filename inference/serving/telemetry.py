@@ -55,9 +55,10 @@ class Telemetry:
 
     def page(self, models: list[Any]) -> bytes:
         """The text of /metrics."""
-        for model in models:
-            for metric, value in self.states.items():
-                metric.labels(model.name).set(getattr(model.remote, value))
+        for metric, value in self.states.items():
+            metric.clear()  # of models that are served no more
+            for model in models:
+                metric.labels(model.name).set(model.count(value))
         return generate_latest(self.registry)
 
     def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:

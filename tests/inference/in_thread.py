@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 from throughline.core.backend import BackendOptions
 from throughline.inference.serving import listen, remote, worker
+from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.channel import Open
 from throughline.inference.serving.limits import Key, ServerLimits
-from throughline.inference.serving.served import served_models
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.telemetry import Telemetry
 
@@ -56,7 +56,7 @@ class Running:
     workers: dict[str, worker.WorkerModel]
 
     def remote(self, name: str = "gpt") -> remote.Remote:
-        return self.server.find(name).remote
+        return self.server.catalogue.find(name).remotes[0]
 
     async def complete(self, **fields: Any) -> dict:
         body = {"model": "gpt", "max_tokens": 24, "temperature": 0} | fields
@@ -67,7 +67,11 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    patch: pytest.MonkeyPatch, specs: Sequence[str], keys: Sequence[str] = (), **limits: Any
+    patch: pytest.MonkeyPatch,
+    specs: Sequence[str],
+    keys: Sequence[str] = (),
+    catalogue: dict[str, Any] | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Running]:
     workers: dict[str, worker.WorkerModel] = {}
 
@@ -80,11 +84,11 @@ async def running(
     patch.setattr(worker, "WorkerModel", Noted)
     bounds, telemetry = ServerLimits(**limits), Telemetry()
     options = BackendOptions(device="cpu", threads=1)
-    server = Server(served_models(specs, bounds, options), bounds, telemetry)
+    server = Server(Catalogue(specs, bounds, options, **(catalogue or {})), bounds, telemetry)
     app = build_app(server, [Key.of(key) for key in keys])
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
     async with app.router.lifespan_context(app), client:
-        while not all(model.remote.ready for model in server.models) and server.failure is None:
+        while not all(model.ready for model in server.models) and server.failure is None:
             await asyncio.sleep(0.005)
         yield Running(client, server, app, workers)
 
@@ -111,9 +115,9 @@ def on_a_port_with(
     """A server with these models on a port; gives its address as a URL that ends with /, and the server."""
     patch.setattr(remote, "spawn", ThreadProcess)
     bounds, telemetry = ServerLimits(**limits), Telemetry()
-    server = Server(served_models(specs, bounds, BackendOptions("cpu", threads=1)), bounds, telemetry)
+    server = Server(Catalogue(specs, bounds, BackendOptions("cpu", threads=1)), bounds, telemetry)
     with on_a_port(build_app(server)) as (host, port):
-        while not all(model.remote.ready for model in server.models):
+        while not all(model.ready for model in server.models):
             time.sleep(0.005)
         yield f"http://{host}:{port}/", server
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.source import open_model
+from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.limits import Key, ServerLimits
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.telemetry import Telemetry
@@ -193,7 +194,9 @@ def test_only_pages_of_named_origins_may_call() -> None:
     allowed = "access-control-allow-origin"
 
     async def ask(origins: tuple[str, ...]) -> list[httpx.Response]:
-        app = build_app(Server([], ServerLimits(), Telemetry()), keys=[Key.of("key")], origins=origins)
+        app = build_app(
+            Server(Catalogue([]), ServerLimits(), Telemetry()), keys=[Key.of("key")], origins=origins
+        )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return [

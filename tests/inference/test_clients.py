@@ -102,7 +102,7 @@ def test_no_request_that_the_schema_allows_is_a_server_error(
             statuses[result.ok().path] = seen = set()
             _try_all(result.ok(), seen)
         assert statuses["/health"] == {200} and 400 in statuses["/v1/completions"]
-        assert all(model.remote.waiting == 0 for model in server.models)
+        assert all(model.count("waiting") == 0 for model in server.models)
 
 
 def _try_all(operation, seen: set[int]) -> None:
@@ -185,5 +185,5 @@ def test_ten_thousand_bad_requests_leave_nothing_behind(
         asyncio.run(all_of(base, 9000))
         gc.collect()
         assert psutil.Process().memory_info().rss - before < 30e6
-        assert all(model.remote.waiting == 0 for model in server.models)
+        assert all(model.count("waiting") == 0 for model in server.models)
     assert {200, 400, 404} <= statuses

@@ -13,6 +13,7 @@ from throughline.core.errors import WrongUse
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import remote, served
+from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.generation import Job, TextStream
 from throughline.inference.serving.limits import ServerLimits, find_key, read_keys
 from throughline.inference.serving.server import Server, build_app
@@ -224,7 +225,9 @@ def test_a_name_that_is_not_ours_is_refused_and_head_is_answered() -> None:
     """DNS rebinding: a page of evil.example, whose name leads to this machine, asks with its own name."""
 
     async def ask() -> list[int]:
-        app = build_app(Server([], ServerLimits(), Telemetry()), hosts=("localhost", "127.0.0.1", "[::1]"))
+        app = build_app(
+            Server(Catalogue([]), ServerLimits(), Telemetry()), hosts=("localhost", "127.0.0.1", "[::1]")
+        )
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost:81"
         ) as client:

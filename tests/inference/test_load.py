@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
+from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.limits import Key, ServerLimits
 from throughline.inference.serving.load import Target, load, seeded
 from throughline.inference.serving.server import Server, build_app
@@ -68,7 +69,7 @@ def test_a_load_counts_what_was_answered(
 
 def test_a_wrong_key_is_told_by_the_server(in_thread) -> None:
     """What the server answers is the reason that is shown."""
-    app = build_app(Server([], ServerLimits(), Telemetry()), keys=[Key.of("sesame")])
+    app = build_app(Server(Catalogue([]), ServerLimits(), Telemetry()), keys=[Key.of("sesame")])
     with in_thread.on_a_port(app) as (host, port):
         told = CliRunner().invoke(main, ["bench", "serve", f"http://{host}:{port}"])
     assert told.exit_code == 2 and "401: a valid API key is needed" in told.output

@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 from starlette.responses import StreamingResponse
 from throughline.inference.serving import listen
+from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.server import Server, build_app
 
 
@@ -23,7 +24,7 @@ def address(in_thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, i
 
     monkeypatch.setattr(listen, "HEADER_S", 0.3)
     limits = ServerLimits(body_s=0.3)
-    with in_thread.on_a_port(build_app(Server([], limits, Telemetry()))) as found:
+    with in_thread.on_a_port(build_app(Server(Catalogue([]), limits, Telemetry()))) as found:
         yield found
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
+from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.limits import ServerLimits
-from throughline.inference.serving.served import served_models
 
 
 async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:
@@ -250,7 +250,7 @@ def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest
     threads = []
 
     async def body(found) -> None:
-        tokenizer = found.server.find("gpt").tokenizer
+        tokenizer = found.server.catalogue.find("gpt").tokenizer
         encode = tokenizer.encode
         noted = lambda text: threads.append(threading.current_thread()) or encode(text)  # noqa: E731
         monkeypatch.setattr(tokenizer, "encode", noted)
@@ -269,10 +269,10 @@ def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest
 
 def test_two_models_of_one_name_are_refused(gpt_onnx: Path) -> None:
     with pytest.raises(WrongUse, match="two models are called"):
-        served_models([str(gpt_onnx), str(gpt_onnx)], ServerLimits(), BackendOptions())
+        Catalogue([str(gpt_onnx), str(gpt_onnx)], ServerLimits(), BackendOptions())
     for spec in ("=" + str(gpt_onnx), "gpt="):
         with pytest.raises(WrongUse, match="a name and a path"):
-            served_models([spec], ServerLimits(), BackendOptions())
+            Catalogue([spec], ServerLimits(), BackendOptions())
 
 
 def test_ids_beyond_the_tokenizer_are_a_prompt_like_any_other(ask) -> None:

@@ -197,7 +197,7 @@ def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(
 
 def test_a_fault_of_ours_is_json_with_the_request_id(ask, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(found) -> None:
-        monkeypatch.setattr(found.server.find("gpt"), "completion", lambda body: {}["absent"])
+        monkeypatch.setattr(found.server.catalogue.find("gpt"), "completion", lambda body: {}["absent"])
         answer = await found.client.post(
             "/v1/completions", json={"prompt": "x", "model": "gpt"}, headers={"X-Request-ID": "mine-7"}
         )
