@@ -13,7 +13,6 @@ Shape letters as in models/attention.py.
 import os
 import socket
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_answers import BOUNDS, MODELS, LeftOut, answers, dtypes, error, onnx_runtime
 from throughline.core.hardware import find_chip
 from throughline.models.attention import Documents, scaled_dot_product
 from throughline.models.config import BERTConfig, GPTConfig, ModelConfig, family_of
-from throughline.models.init import build
 from throughline.planner.layout import Layout
 from throughline.planner.memory import IN_A_STEP, stage_memory
 from throughline.planner.software import find_software
@@ -37,35 +36,7 @@ from throughline.train.objective import prepare
 from throughline.train.parallel.mesh import Axis, Mesh, start_group
 from throughline.train.precision import LossScaler
 from throughline.train.step import Trainer, train_step
-from torch import Tensor
 from torch import distributed as dist
-
-# 1000 words: no whole tiles
-SHAPE = {"vocab_size": 1000, "sequence_length": 128, "layers": 2, "width": 128, "heads": 4}
-LLAMA = {"positions": "rotary", "norm": "rmsnorm", "gated": True, "bias": False, "kv_heads": 2, "tied": False}
-MODELS: dict[str, ModelConfig] = {
-    "GPT": GPTConfig(**SHAPE),
-    "Llama shape": GPTConfig(**SHAPE, **LLAMA, activation="silu"),
-    "BERT": BERTConfig(**SHAPE),
-}
-# relative to the largest value: rounding of 24, 11 and 8 bits in a few dozen products and a sum of them
-BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-
-
-class LeftOut(Exception):
-    """Why a check says nothing here."""
-
-
-def dtypes(device: torch.device) -> list[torch.dtype]:
-    """Those that the card's products take, fp32 first."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return [dtype for dtype in BOUNDS if not (old and dtype == torch.bfloat16)]
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest value."""
-    expected = expected.double().cpu()
-    return float((found.double().cpu() - expected).abs().max() / expected.abs().max())
 
 
 def kernels(device: torch.device) -> str:
@@ -218,28 +189,6 @@ def streams(device: torch.device) -> str:
     return f"{apart(found, plain):.1e}"
 
 
-def cuda_graph(device: torch.device) -> str:
-    """A captured model answers new inputs as a launched one."""
-    from throughline.inference.runtimes.tensorrt_backend import captured
-
-    if device.type == "cpu":
-        raise LeftOut("a CPU has no CUDA graphs")
-    model = build(MODELS["GPT"], 1, device).eval()
-    ids, out = torch.zeros(2, 16, dtype=torch.long, device=device), torch.empty(2, 16, 1000, device=device)
-
-    def run() -> None:
-        out.copy_(model(ids))
-
-    with torch.inference_mode():
-        run()
-        replay = captured(run, torch.cuda.Stream())
-        ids.random_(0, 1000)
-        replay()
-        expected = model(ids)
-    assert error(out, expected) <= BOUNDS[torch.float32]
-    return f"{error(out, expected):.1e}"
-
-
 @contextmanager
 def group_of_one(device: torch.device) -> Iterator[Axis]:
     with socket.socket() as free:
@@ -334,35 +283,6 @@ def speed(device: torch.device) -> str:
     return told
 
 
-def onnx_runtime(device: torch.device) -> str:
-    """The fp16 graph of a GPT, whose every node has a CUDA kernel, answers as torch does."""
-    try:
-        import onnxruntime
-        from throughline.core.backend import BackendOptions, Span
-        from throughline.inference.exports.export import write_graph
-        from throughline.inference.graphs.graph_options import GraphOptions
-        from throughline.inference.runtimes.backends import run_graph
-        from throughline.inference.runtimes.torch_backend import TorchCausal
-    except ImportError as missing:
-        raise LeftOut(str(missing)) from missing
-
-    if device.type == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        raise LeftOut("this ONNX Runtime was built without CUDA: pip install onnxruntime-gpu")
-    config = replace(MODELS["GPT"], vocab_size=1024)
-    model, ids = build(config, 1).eval(), np.random.default_rng(3).integers(0, 1000, 64)
-    options = BackendOptions("cuda:0" if device.type == "cuda" else "cpu", threads=1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        write_graph(model, path, {}, GraphOptions("onnxruntime", "fp16"))
-        graph = run_graph(path, config, options)
-        answers = [
-            torch.as_tensor(b.step([Span(0, 0, ids, 8)], b.new_cache(1))) for b in (graph, TorchCausal(model))
-        ]
-    found = error(*answers)
-    assert found <= 3e-2, found
-    return f"{found:.1e}"
-
-
 NUMBERS = "the numbers of a run on this card are not to be trusted"
 # in the order of doubt; what a failure would mean
 DOUBTS: dict[str, tuple[Callable[[torch.device], str], str]] = {
@@ -385,7 +305,10 @@ DOUBTS: dict[str, tuple[Callable[[torch.device], str], str]] = {
         streams,
         "a race between streams in train/optimizers/offload.py: no train.offload until it is mended",
     ),
-    "CUDA graphs": (cuda_graph, "a replay answers old inputs: engines, and graphs on CUDA, give wrong text"),
+    "answers of a GPT": (
+        answers,
+        "generate and serve give wrong text: attention_cuda.attend_cache, or the graphs of runtimes/cuda_graphs.py",
+    ),
     "NCCL": (
         nccl,
         "process groups or fully_shard fail here: only one process; send the output of NCCL_DEBUG=INFO",

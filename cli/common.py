@@ -168,7 +168,9 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, device: str, dtype: str, backend: str, threads: int | None, **kwargs: Any) -> Any:
         from ..core.backend import BackendOptions
 
-        return function(*args, options=BackendOptions(device, dtype, backend, threads), **kwargs)
+        caches = {name: kwargs.pop(name) for name in ("context", "gpu_memory") if name in kwargs}
+        options = BackendOptions(device, dtype, backend, threads, **caches)
+        return function(*args, options=options, **kwargs)
 
     for decorate in (
         option("--threads", click.IntRange(1), "CPU threads (default: one per core)."),
@@ -185,6 +187,17 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         wrapped = decorate(wrapped)
     return wrapped
+
+
+def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--context and --gpu-memory, for `backend_options`, of commands that keep many sequences of a GPT."""
+    share = click.FloatRange(0, 1, min_open=True)
+    memory = "Share of a GPU's memory for the weights and the cache of a torch GPT; the rest is for its work."
+    function = option("--gpu-memory", share, memory, 0.9)(function)
+    longest = (
+        "Tokens of a GPT's longest sequence, for which a place in the cache is made (default: the model's)."
+    )
+    return option("--context", click.IntRange(2), longest)(function)
 
 
 def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":

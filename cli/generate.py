@@ -7,7 +7,7 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import PATH, backend_options, option, read_stdin, throughline_command
+from .common import PATH, backend_options, cache_options, option, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @option("--stop", None, "Text before which the answer ends (default: none). Repeatable.", multiple=True)
 @option("--samples", click.IntRange(1, 256), "Number of continuations.", 1)
 @option("--out", PATH, "File to write the answers to; needed with FILE.")
+@cache_options
 @backend_options
 @throughline_command
 def command(

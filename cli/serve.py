@@ -10,7 +10,7 @@ import click
 from click import FloatRange, IntRange
 
 from ..core.errors import WrongUse
-from .common import PATH, backend_options, flag, option, throughline_command
+from .common import PATH, backend_options, cache_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -92,6 +92,7 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     "Write a JSON line per request to stderr: ids, tokens, times, never text.",
     True,
 )
+@cache_options
 @backend_options
 @throughline_command
 def command(

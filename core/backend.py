@@ -31,6 +31,8 @@ class BackendOptions:
     dtype: str = "auto"  # "auto", "fp32", "fp16" or "bf16": of a torch model; other files have their own
     runtime: str = "own"  # "own": the file's; "auto": the fastest, measured; or a name of RUNTIMES
     threads: int | None = None  # CPU threads, None = one per core (torch keeps the process's own number)
+    context: int | None = None  # tokens of a GPT's longest sequence, None = the model's
+    gpu_memory: float = 0.9  # share of a GPU's memory for a torch GPT's weights and cache
 
 
 AUTO = BackendOptions()

@@ -58,6 +58,31 @@ def attend_runs(
     )[0][0]
 
 
+def attend_cache(
+    q_TAD: Tensor,
+    k_RPGD: Tensor,
+    v_RPGD: Tensor,
+    bounds_N: Tensor,
+    seen_R: Tensor,
+    longest: int,
+    most_seen: int,
+    window: int,
+) -> Tensor:
+    """(T, A, D): of the run of queries of each row of a cache, the last of which see its first `seen_R` (int32) places,
+    less than `window` away (0: all). Where `has_flash`; nothing is read beyond them.
+    """
+    rows, places = k_RPGD.shape[:2]
+    starts_N = torch.arange(rows + 1, dtype=torch.int32, device=q_TAD.device) * places
+    reach = window - 1  # -1 is everything
+    return aten._flash_attention_forward(
+        *(q_TAD, k_RPGD.flatten(0, 1), v_RPGD.flatten(0, 1), bounds_N, starts_N, longest, most_seen),
+        *(0.0, not window, False),  # no dropout, causal, no mask to look at
+        window_size_left=reach,
+        window_size_right=0,
+        seqused_k=seen_R,
+    )[0]
+
+
 def forward(
     q_TAD: Tensor,
     k_UGD: Tensor,

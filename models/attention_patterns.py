@@ -141,8 +141,7 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, dropout=dropout, softcap=softcap)
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
-        banded = pattern.kind == "sliding" and not pattern.global_blocks and not pattern.random_blocks
-        if banded and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout):
+        if pattern.is_band and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout):
             if mask is None:
                 ends = torch.arange(len(q_BASD) + 1, dtype=torch.int32, device=q_BASD.device)
                 mask = Documents(ends * length, length)

@@ -10,6 +10,7 @@ Shape letters: B rows, S new positions, T places, G key-value heads, D head widt
 import torch
 from torch import Tensor
 
+from . import attention_cuda
 from .config import GPTConfig
 
 
@@ -31,10 +32,15 @@ class KeyValueCache:
         dtype: torch.dtype | None = None,
     ) -> None:
         places = places or config.sequence_length
-        shape = (config.layers, rows, config.key_value_heads, places, config.head_size)
+        sizes = [config.key_value_heads, places]
+        by_token = device is not None and torch.device(device).type == "cuda"
+        # a GPU's kernels read runs of tokens, a CPU's the tokens of a head
+        shape = (config.layers, rows, *(sizes[::-1] if by_token else sizes), config.head_size)
         # zeros, not empty: a masked place still enters a product with probability 0, and 0 x NaN is NaN
-        self.keys_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
-        self.values_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
+        stores = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.keys_LBGTD, self.values_LBGTD = (
+            store.transpose(2, 3) if by_token else store for store in stores
+        )
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.seen = 0  # places that this step looks at: a number, so that reading it costs no device sync
         self._places_now = self.lengths
@@ -42,6 +48,16 @@ class KeyValueCache:
     @property
     def places(self) -> int:
         return self.keys_LBGTD.shape[3]
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token of a row takes."""
+        return 2 * self.keys_LBGTD.nbytes // (self.places * len(self.lengths))
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether a kernel with bounds reads it."""
+        return attention_cuda.has_flash(self.keys_LBGTD)
 
     def positions(self, count: int) -> Tensor:
         """Where the next `count` tokens of every row stand: (B, S)."""

@@ -35,6 +35,11 @@ class AttentionPattern:
             )
         return problems
 
+    @property
+    def is_band(self) -> bool:
+        """Whether a token sees those less than `window` away and no others."""
+        return self.kind == "sliding" and not self.global_blocks and not self.random_blocks
+
     def sees(self, queries: Any, keys: Any, causal: bool, length: int = 0, layer: int = 0) -> Any:
         """Whether the token at each query position sees the one at each key position: int arrays or tensors,
         which broadcast.

@@ -57,8 +57,21 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
     if not kind:
         return _open_torch(path, options)
     options = replace(options, runtime=check_options(options, *KINDS[kind]))
-    if path.is_dir():
-        return _open_export(path, kind, options)
+    loaded = _open_export(path, kind, options) if path.is_dir() else _open_gguf(path, options)
+    if loaded.causal is not None:
+        loaded.causal.context = min(loaded.causal.context, context_of(loaded.config, options))
+    return loaded
+
+
+def context_of(config: ModelConfig, options: BackendOptions) -> int:
+    """Tokens of the longest sequence. Raises WrongUse for more than the model's."""
+    if options.context is not None and options.context > config.sequence_length:
+        what, why = "the model has a shorter context", f"it reads {config.sequence_length:,} tokens"
+        raise WrongUse(what, where=f"--context {options.context}", why=why, fix="give at most that")
+    return options.context or config.sequence_length
+
+
+def _open_gguf(path: Path, options: BackendOptions) -> Loaded:
     from .gguf_reader import read_gguf
 
     config, precision, tokenizer, sentence = read_gguf(path)
@@ -71,7 +84,7 @@ def _open_torch(path: Path, options: BackendOptions) -> Loaded:
     runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
     device = pick_device(options.device)
     opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
-    loaded = torch_backend(*opened, compiled=runtime == "torch-compiled")
+    loaded = torch_backend(*opened, replace(options, runtime=runtime))
     return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
 
 
@@ -157,13 +170,14 @@ def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
 
 
 def torch_backend(
-    model: "GPT | BERT | BERTWithHead", tokenizer: Path | None, source: Input, compiled: bool = False
+    model: "GPT | BERT | BERTWithHead", tokenizer: Path | None, source: Input, options: BackendOptions = AUTO
 ) -> Loaded:
     """The torch module behind the protocol of its family."""
     from ...models.gpt import GPT
     from ...models.heads import BERTWithHead
     from .torch_backend import TorchCausal, TorchEncoder
 
+    compiled = options.runtime == "torch-compiled"
     if not isinstance(model, GPT):
         head = model.head if isinstance(model, BERTWithHead) else None
         classes = head.labels if head is not None and head.kind == "sequence-classification" else ()
@@ -171,7 +185,8 @@ def torch_backend(
     if compiled:
         fix = "leave --backend out"
         raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
-    return Loaded(model.config, tokenizer, source, TorchCausal(model))
+    backend = TorchCausal(model, context_of(model.config, options), options.gpu_memory)
+    return Loaded(model.config, tokenizer, source, backend)
 
 
 def run_gguf(file: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:

@@ -185,4 +185,5 @@ class OnnxCausal:
             cache.resize(self._room(tokens))
         for store, kept in zip(cache.stores.values(), saved):
             store[row, :, :tokens] = kept[:, :tokens]
+            store[row, :, tokens : cache.lengths[row]] = 0  # as `free_row`
         cache.lengths[row] = tokens

@@ -1,9 +1,9 @@
 """One forward of a GPT over tokens of many sequences: prompts in parts and single tokens of answers together.
 
 All tokens stand in one line (1, T): the matrix products read the weights once. Attention alone knows the
-rows: it writes the new keys and values to the cache, computes each part of a prompt over its own row, and the
-single tokens in groups of adjacent rows of similar length, so that a short row does not read a long one's
-places.
+rows: it writes the new keys and values to the cache, and where FlashAttention runs one call of it reads what each row
+holds and no more. Elsewhere it computes each part of a prompt over its own row, and the single tokens in groups of
+adjacent rows of similar length, so that a short row does not read a long one's places.
 
 Shape letters: T tokens of the step, R rows of a group, A heads, G key-value heads, P places of a row, D head
 width.
@@ -11,12 +11,14 @@ width.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.backend import Span
+from ...models import attention_cuda
 from ...models.attention import scaled_dot_product
 from ...models.cache import KeyValueCache
 from ...models.config import GPTConfig
@@ -27,6 +29,16 @@ from ...models.rotary import alibi
 # Places that a group may read in vain before another call of the kernel is cheaper. On a CPU the call costs
 # about 15 us, the time to read 200 places of 12 heads of 64; on a GPU 5 to 10 us, in which it reads 10 MB.
 WASTE_CPU, WASTE_GPU = 256, 4096
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The line as a run of tokens to each of the first R rows, in order, some of them empty."""
+
+    bounds_N: Tensor  # (R + 1,) int32
+    seen_R: Tensor  # int32: places that each looks at, its own tokens included
+    longest: int
+    most_seen: int
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,21 @@ class Part:
 class Packed:
     """The layout of one step: where each token stands and what it may look at."""
 
-    def __init__(self, spans: Sequence[Span], cache: KeyValueCache, config: GPTConfig) -> None:
+    def __init__(
+        self, ids_T: Tensor, rows_T: Tensor, places_T: Tensor, cache: KeyValueCache, config: GPTConfig
+    ) -> None:
+        self.ids_1T, self.rows_T, self.places_1T = ids_T[None], rows_T, places_T[None]
         self.cache, self._config = cache, config
-        device = cache.lengths.device
-        order = sorted(range(len(spans)), key=lambda i: (len(spans[i].ids) > 1, spans[i].row))
+        self.wanted_N: Tensor | None = None  # places in the line of the tokens whose logits are asked for
+        self._line: Sequence[Span] = ()  # in its order; () for a token in each of the first rows, of
+        self._seen = 0  # so many places
+        self.runs: Runs | None = None  # where a kernel knows bounds
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], cache: KeyValueCache, config: GPTConfig) -> "Packed":
+        """Of parts of prompts and single tokens."""
+        device, bounded = cache.lengths.device, cache.has_flash
+        order = sorted(range(len(spans)), key=lambda i: (len(spans[i].ids) > 1 and not bounded, spans[i].row))
         line = [spans[i] for i in order]
         rows = np.concatenate([np.full(len(span.ids), span.row) for span in line])
         places = np.concatenate([np.arange(span.past, span.past + len(span.ids)) for span in line])
@@ -55,11 +78,41 @@ class Packed:
         asked = {i: np.arange(end - spans[i].asked, end) for i, end in zip(order, ends)}
         wanted = np.concatenate([asked[i] for i in range(len(spans))])
         ids = np.concatenate([span.ids for span in line])
+        counts, seen = np.zeros((2, max(span.row for span in line) + 1), np.int64)
+        for span in line:
+            counts[span.row], seen[span.row] = len(span.ids), span.past + len(span.ids)
+        numbers = ids, rows, places, wanted, np.cumsum([0, *counts]), seen
         # one transfer for everything
-        packed = torch.from_numpy(np.concatenate((ids, rows, places, wanted)).astype(np.int64)).to(device)
-        ids_T, self.rows_T, places_T, self.wanted_N = packed.split([len(ids)] * 3 + [len(wanted)])
-        self.ids_1T, self.places_1T = ids_T[None], places_T[None]
-        self.parts = list(self._parts(line))
+        whole = torch.from_numpy(np.concatenate(numbers).astype(np.int64))
+        whole = whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole
+        ids_T, rows_T, places_T, wanted_N, bounds, seen_R = whole.split([len(one) for one in numbers])
+        packed = cls(ids_T, rows_T, places_T, cache, config)
+        packed.wanted_N, packed._line = wanted_N, line
+        if bounded:
+            packed.runs = Runs(bounds.int(), seen_R.int(), int(counts.max()), int(seen.max()))
+        return packed
+
+    @classmethod
+    def of_rows(cls, given_2R: Tensor, seen: int, cache: KeyValueCache, config: GPTConfig) -> "Packed":
+        """Of a token in each of the first rows: ids and places on the device, of which the host knows the shape, and
+        that none of them looks beyond the first `seen` places.
+        """
+        (ids_R, places_R), count = given_2R, given_2R.shape[1]
+        rows_R = torch.arange(count, device=given_2R.device)
+        packed = cls(ids_R, rows_R, places_R, cache, config)
+        if cache.has_flash:
+            bounds = torch.arange(count + 1, dtype=torch.int32, device=given_2R.device)
+            packed.runs = Runs(bounds, (places_R + 1).clamp(max=seen).int(), 1, seen)
+        packed._seen = seen
+        return packed
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """What is computed one by one, where no kernel takes the whole line."""
+        if self._line:
+            return list(self._parts(self._line))
+        mask = torch.arange(self._seen, device=self.rows_T.device) <= self.places_1T[0, :, None]
+        return [Part(0, len(mask), 0, len(mask), self._seen, mask[:, None, None])]
 
     def _parts(self, line: Sequence[Span]) -> Iterator[Part]:
         places = torch.arange(self.cache.places, device=self.cache.lengths.device)
@@ -88,6 +141,7 @@ class Packed:
         """The attention of one layer, with the signature of `Attention.attend`."""
         keys, values = self.cache.keys_LBGTD[layer], self.cache.values_LBGTD[layer]
         pattern, sloped = self._config.pattern_of(layer), self._config.positions == "alibi"
+        bounded = self.runs if not sloped and (pattern is None or pattern.is_band) else None
         places = torch.arange(self.cache.places, device=keys.device)
 
         def attend(
@@ -95,6 +149,21 @@ class Packed:
         ) -> Tensor:
             for store, new in ((keys, k_1GTD), (values, v_1GTD)):
                 store[self.rows_T, :, self.places_1T[0]] = new[0].transpose(0, 1).to(store.dtype)
+            if bounded and not softcap:
+                first = slice(len(bounded.seen_R))
+                q, k, v = (x.transpose(1, 2) for x in (q_1ATD, keys[first], values[first]))
+                window = pattern.window if pattern else 0
+                out_TAD = attention_cuda.attend_cache(
+                    q[0].to(k.dtype),
+                    k,
+                    v,
+                    bounded.bounds_N,
+                    bounded.seen_R,
+                    bounded.longest,
+                    bounded.most_seen,
+                    window,
+                )
+                return out_TAD.transpose(0, 1)[None]
             found = []
             for part in self.parts:
                 rows = slice(part.row, part.row + part.rows)
@@ -117,11 +186,8 @@ class Packed:
         return attend
 
 
-def packed_logits(
-    model: GPT, modules: Sequence[Attention], spans: Sequence[Span], cache: KeyValueCache
-) -> Tensor:
+def packed_logits(model: GPT, modules: Sequence[Attention], packed: Packed) -> Tensor:
     """Run a step; the logits asked for, float32 (N, V), span after span."""
-    packed = Packed(spans, cache, model.config)
     with attending(modules, packed.attend_in):
-        hidden_1TW = model.hidden(packed.ids_1T, packed.places_1T)
-    return model.head(hidden_1TW[0, packed.wanted_N]).float()
+        hidden_TW = model.hidden(packed.ids_1T, packed.places_1T)[0]
+    return model.head(hidden_TW if packed.wanted_N is None else hidden_TW[packed.wanted_N]).float()

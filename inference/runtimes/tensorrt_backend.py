@@ -45,12 +45,12 @@ def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "Engine
     return EngineSession(library, (path / "engine.plan").read_bytes(), path, device)
 
 
-def captured(run: Callable[[], None], stream: Any) -> Callable[[], None]:
-    """The work of `run` as a CUDA graph; returns its replay."""
+def captured(run: Callable[[], None], stream: Any = None, pool: Any = None) -> Callable[[], None]:
+    """The work of `run` as a CUDA graph; returns its replay. `pool`: memory that several graphs share."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         run()
     return graph.replay
 

@@ -6,58 +6,76 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ...core.backend import Ids, Limits, OneCall, Span, Want
+from ...core.backend import AUTO, Ids, Limits, OneCall, Span, Want
+from ...core.errors import Refused
 from ...models.bert import BERT
 from ...models.cache import KeyValueCache
 from ...models.gpt import GPT
 from ...models.heads import BERTWithHead
 from ...models.layers import Attention
-from .packed import packed_logits
+from .cuda_graphs import DecodeGraphs, Steps
+from .packed import Packed, packed_logits
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 class TorchCausal:
-    """A GPT module with its key-value cache (`core.backend.CausalBackend`)."""
+    """A GPT module with its key-value cache (`core.backend.CausalBackend`). `context`: tokens of the longest sequence,
+    at most the model's. On a GPU weights and cache take this share of its memory, and decode steps are CUDA graphs.
+    """
 
     name = "torch"
-    limits = Limits()
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, context: int | None = None, gpu_memory: float = AUTO.gpu_memory) -> None:
         self.model = model.eval()
-        self.vocab_size, self.context = model.config.vocab_size, model.config.sequence_length
-        self._like = model.token_table.weight
-        self.device, self.dtype = str(self._like.device), DTYPE_NAMES[self._like.dtype]
         config = model.config
+        self.vocab_size, self.context = config.vocab_size, context or config.sequence_length
+        self._like = like = model.token_table.weight
+        self.device, self.dtype = str(like.device), DTYPE_NAMES[like.dtype]
         heads = config.layers * config.key_value_heads
-        self.token_bytes = 2 * heads * config.head_size * self._like.element_size()
+        self.token_bytes = 2 * heads * config.head_size * like.element_size()
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
-        self._filled: WeakKeyDictionary[KeyValueCache, dict[int, int]] = (
-            WeakKeyDictionary()
-        )  # places of each row
+        self._held = WeakKeyDictionary[KeyValueCache, dict[int, int]]()  # tokens of each row
+        self.graphs: DecodeGraphs | None = None
+        self._steps = WeakKeyDictionary[KeyValueCache, Steps]()
+        self.limits = Limits()
+        if like.is_cuda:
+            self.graphs = DecodeGraphs(model, self._attentions)
+            self.limits = Limits(rows_that_fit(like.device, self.context * self.token_bytes, gpu_memory))
 
     def new_cache(self, rows: int) -> KeyValueCache:
-        """Room for whole contexts; memory that no token has reached is not touched."""
-        return KeyValueCache(self.model.config, rows, device=self._like.device, dtype=self._like.dtype)
+        """Room for whole contexts; memory of a CPU that no token has reached is not touched."""
+        like = self._like
+        return KeyValueCache(self.model.config, rows, self.context, device=like.device, dtype=like.dtype)
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
-        filled = self._filled.setdefault(cache, {})
-        filled |= {span.row: max(filled.get(span.row, 0), span.past + len(span.ids)) for span in spans}
-        logits_NV = packed_logits(self.model, self._attentions, spans, cache)
+        held = self._held.setdefault(cache, {})
+        held |= {span.row: max(held.get(span.row, 0), span.past + len(span.ids)) for span in spans}
+        logits_NV = None
+        if self.graphs is not None:
+            logits_NV = self.graphs.logits(spans, cache, held, self._steps.setdefault(cache, {}))
+        if logits_NV is None:
+            packed = Packed.of(spans, cache, self.model.config)
+            logits_NV = packed_logits(self.model, self._attentions, packed)
         return logits_NV.numpy() if self.device == "cpu" else logits_NV
 
     def copy_row(self, cache: KeyValueCache, source: int, target: int, tokens: int) -> None:
-        for store in (cache.keys_LBGTD, cache.values_LBGTD):
-            store[:, target, :, :tokens] = store[:, source, :, :tokens]
+        stores = (cache.keys_LBGTD, cache.values_LBGTD)
+        self.load_row(cache, target, [store[:, source] for store in stores], tokens)
 
     def free_row(self, cache: KeyValueCache, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`. It is emptied: a number that is not finite would reach the next
-        sequence and its neighbours through places that they do not look at, as zero times NaN is NaN.
+        """See `core.backend.CausalBackend.free_row`."""
+        self._empty(cache, row, 0)
+
+    def _empty(self, cache: KeyValueCache, row: int, first: int) -> None:
+        """From this place on: a number that is not finite would reach the next sequence and its neighbours through
+        places that they do not look at, as zero times NaN is NaN.
         """
-        filled = self._filled.get(cache, {}).pop(row, 0)
+        held = self._held.setdefault(cache, {})
         for store in (cache.keys_LBGTD, cache.values_LBGTD):
-            store[:, row, :, :filled] = 0
+            store[:, row, :, first : held.get(row, 0)] = 0
+        held[row] = first
 
     def save_row(self, cache: KeyValueCache, row: int, tokens: int) -> list[torch.Tensor]:
         return [store[:, row, :, :tokens].clone() for store in (cache.keys_LBGTD, cache.values_LBGTD)]
@@ -65,6 +83,23 @@ class TorchCausal:
     def load_row(self, cache: KeyValueCache, row: int, saved: list[torch.Tensor], tokens: int) -> None:
         for store, kept in zip((cache.keys_LBGTD, cache.values_LBGTD), saved):
             store[:, row, :, :tokens] = kept[:, :, :tokens]
+        self._empty(cache, row, tokens)
+
+
+def rows_that_fit(device: torch.device, row_bytes: int, share: float) -> int:
+    """Rows of a cache that fit into this share of a GPU's memory beside the weights. Raises Refused for none."""
+    free, whole = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_allocated(device)
+    room = int(min(share * whole - weights, free))
+    if room < row_bytes:
+        gib = [f"{size / 2**30:.2f} GiB" for size in (row_bytes, max(room, 0), weights, whole)]
+        raise Refused(
+            "the cache of one sequence does not fit into the GPU's memory",
+            where=str(device),
+            why="it takes {}; {} are left beside {} of weights, of {}".format(*gib),
+            fix="give a shorter --context, or a larger share with --gpu-memory",
+        )
+    return room // row_bytes
 
 
 class TorchEncoder(OneCall):

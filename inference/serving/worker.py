@@ -178,7 +178,11 @@ class WorkerModel:
         self.engine: CausalEngine | EncoderEngine
         if self.loaded.causal is not None:
             rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id
-            self.engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest)
+            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest)
+            if engine.slots < opening.slots:
+                warn(
+                    f"{opening.name}: {engine.slots} sequences at a time, as many as fit, not {opening.slots}"
+                )
         else:
             assert self.loaded.encoder is not None
             pad_id = tokenizer.pad_id or 0  # padding is masked: any id will do
