@@ -46,6 +46,12 @@ from .common import PATH, device_option, dtype_option, flag, option, throughline
     "--task-code",
     "Run the Python functions that a --harness-task names, which lie beside it. They can do all that you can.",
 )
+@option(
+    "--url", None, "Address of a server of OpenAI's completions, whose model is scored in the place of PATH."
+)
+@option("--model", None, "With --url: name of the model (default: the first one that the server lists).")
+@option("--tokenizer", PATH, "With --url: the model's tokenizer, a directory or a tokenizer.json.")
+@option("--clients", click.IntRange(min=1), "With --url: number of requests at once.", 8)
 @device_option
 @dtype_option
 @option(
@@ -114,9 +120,13 @@ def command(
     if listing:
         console.result(*task_listing())
         return
-    if path is None:
-        raise click.UsageError("give the PATH of a model, or --list")
-    request = Request(Path(path), ",".join(tasks), **given)
+    if path is None and given["url"] is None:
+        raise click.UsageError("give the PATH of a model, --url or --list")
+    if given["url"] is None and (given["model"] or given["tokenizer"]):
+        raise click.UsageError("--model and --tokenizer belong to --url")
+    if given["url"] is not None and (path or all_checkpoints):
+        raise click.UsageError("--url takes the place of PATH, and a server has no checkpoints")
+    request = Request(Path(path or given["model"] or "endpoint"), ",".join(tasks), **given)
     found = evaluate_checkpoints(request) if all_checkpoints else evaluate_one(request)
     if found is not None:
         console.result(*found)

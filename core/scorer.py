@@ -31,7 +31,6 @@ class Score:
     logprob: float  # nats, summed over the continuation's tokens
     right: int  # tokens of the continuation that are the arg-max (the first one, on a tie)
     tokens: int  # scored tokens
-    truncated: int = 0  # context tokens dropped from the left to fit the window
     rank: int = 0  # answers at a [MASK]: how many tokens are more probable, of the worst of them
     token_logprobs: tuple[float, ...] = ()  # filled when the scorer was asked to keep them
 

@@ -57,11 +57,11 @@ def forget(directory: Path, keys: Set[str]) -> None:
 
 def packed(score: Score) -> list[Any]:
     """A score as a short JSON list (numbers come back bit for bit)."""
-    values = [score.logprob, score.right, score.tokens, score.truncated, score.rank]
+    values = [score.logprob, score.right, score.tokens, score.rank]
     return [*values, list(score.token_logprobs)] if score.token_logprobs else values
 
 
 def unpacked(values: list[Any]) -> Score:
     """The score that `packed` made the list of."""
-    logprob, right, tokens, truncated, rank, *kept = values
-    return Score(logprob, right, tokens, truncated, rank, tuple(kept[0]) if kept else ())
+    *own, kept = [*values, ()][:5]
+    return Score(*own, tuple(kept))

@@ -17,7 +17,7 @@ from .kinds.kind import Asks
 from .metrics import aggregate, random_baseline
 from .task import BoundTask
 
-ANSWERS = 3  # form of the stored answers, part of their keys
+ANSWERS = 4  # form of the stored answers, part of their keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +143,13 @@ class Asked:
                 "task": bound.name,
                 "record": record,
                 "where": item.where,
+                "lost": lost,
                 "answers": found,
                 "metrics": {name: outcome[name] for name in self.kind.reported},
             }
-            for record, item, found, outcome in zip(self.records, self.items, given, outcomes)
+            for record, item, lost, found, outcome in zip(
+                self.records, self.items, self.lost, given, outcomes
+            )
         ]
         metrics = {}
         for name in self.kind.reported:

@@ -40,11 +40,7 @@ class CausalScorer(BatchedScorer):
         window: int | None = None,
         **how: Any,
     ) -> None:
-        if isinstance(model, GPT) and model.config.positions == "alibi":  # a bias by the places of whole rows
-            from ..inference.runtimes.torch_backend import TorchCausal
-
-            model = TorchCausal(model)
-        self.reader = ModuleTrees(model) if isinstance(model, GPT) else BackendTrees(model)
+        self.reader = self.reader_of(model)
         self.window = min(window or self.reader.context, self.reader.context)
         if bos and tokenizer.bos_id is None:
             raise WrongUse("the tokenizer has no BOS token", fix="evaluate without --bos")
@@ -55,6 +51,14 @@ class CausalScorer(BatchedScorer):
             raise WrongUse("the tokenizer does not belong to the model", why=why, fix=fix)
         recipe = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
         super().__init__(self.reader, tokenizer, recipe, **how)
+
+    def reader_of(self, model: Any) -> Any:
+        """What computes with the model."""
+        if isinstance(model, GPT) and model.config.positions == "alibi":  # a bias by the places of whole rows
+            from ..inference.runtimes.torch_backend import TorchCausal
+
+            model = TorchCausal(model)
+        return ModuleTrees(model) if isinstance(model, GPT) else BackendTrees(model)
 
     @property
     def prefix(self) -> int:
@@ -116,12 +120,8 @@ class CausalScorer(BatchedScorer):
         lines = np.concatenate([line + start for tree, start in zip(laid, starts) for line in tree.lines])
         targets = np.concatenate([target for tree in laid for target in tree.targets])
         logprobs, greedy = self.reader.predict(laid, lines, targets)
-        pairs = [(len(target), cut) for tree in laid for target, cut in zip(tree.targets, tree.truncated)]
-        ends = np.cumsum([length for length, _ in pairs])
-        scores = iter(
-            self.of_tokens(logprobs[end - length : end], greedy[end - length : end], cut)
-            for end, (length, cut) in zip(ends, pairs)
-        )
+        ends = np.cumsum([len(target) for tree in laid for target in tree.targets])
+        scores = map(self.of_tokens, np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]))
         return [tuple(next(scores) for _ in tree.targets) for tree in laid]
 
     def generate(
@@ -134,6 +134,12 @@ class CausalScorer(BatchedScorer):
             fix = "evaluate a model with a longer window"
             raise WrongUse("an answer of that length leaves no room for a question", why=why, fix=fix)
         prompts = [(self.bos + ids)[-room:] or (self.prefix,) for ids in self.tokenize(contexts)]
+        yield from self.written(prompts, until, max_tokens)
+
+    def written(
+        self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
+        """Greedy text after prompts that leave room for it."""
         yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens)
 
 

@@ -64,5 +64,5 @@ def _token_logprobs(sample: dict[str, Any]) -> list[float]:
         for answer in sample["answers"]
         if isinstance(answer, list)
         for packed in answer
-        for value in packed[5]
+        for value in packed[4]
     ]

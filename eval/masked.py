@@ -36,7 +36,6 @@ class Row:
     ids: np.ndarray
     asked: np.ndarray
     targets: np.ndarray
-    truncated: int = 0
     given: bool = False
 
     @property
@@ -145,7 +144,7 @@ class MaskedScorer(BatchedScorer):
         ids = np.array([tokenizer.cls_id, *kept, *continuation, tokenizer.sep_id], np.int64)
         first = 1 + len(kept)
         asked = np.arange(first, first + len(continuation))
-        return Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
+        return Row(ids, asked, ids[asked].copy())
 
     def _masked(self, row: Row) -> np.ndarray:
         """The row once for each asked token, with that token (and later pieces of its word) masked; masked
@@ -181,6 +180,6 @@ class MaskedScorer(BatchedScorer):
                 part = slice(done, done + len(row.asked))
                 done = part.stop
                 rank = int(above[part].max()) if row.given else 0  # whatever shares its batch
-                found[number] = self.of_tokens(logprobs[part], greedy[part], row.truncated, rank)
+                found[number] = self.of_tokens(logprobs[part], greedy[part], rank)
         scores = (found[number] for number in range(len(flat)))
         return [tuple(next(scores) for _ in rows) for rows in laid]

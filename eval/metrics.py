@@ -75,18 +75,11 @@ def _mcc(rows: Rows) -> np.ndarray:
     return np.divide(both, spread, out=np.zeros(np.shape(both)), where=spread > 0)
 
 
+MEANS = "acc acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10"
 METRICS: dict[str, Metric] = {
-    "acc": Metric(_mean, mean=True),
-    "acc_norm": Metric(_mean, mean=True),
-    "acc_bytes": Metric(_mean, mean=True),
-    "exact_match": Metric(_mean, mean=True),
-    "f1_words": Metric(_mean, mean=True),
-    "contains": Metric(_mean, mean=True),
-    "share_right": Metric(_mean, mean=True),
+    **dict.fromkeys(MEANS.split(), Metric(_mean, mean=True)),
     "brier_score": Metric(_mean, higher=False, mean=True),
     "mcc": Metric(_mcc),
-    "p_at_1": Metric(_mean, mean=True),
-    "p_at_10": Metric(_mean, mean=True),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
     "mlm_accuracy": Metric(_per_unit, "token"),

@@ -27,6 +27,10 @@ class ScorerOptions:
     keep_tokens: bool = False
     pll: str = "within_word_l2r"
     dtype: str = "auto"
+    url: str | None = None  # of a server; then its model's name, the tokenizer's path, and requests at once
+    model: str | None = None
+    tokenizer: Path | None = None
+    clients: int = 8
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ answer beside them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +42,20 @@ def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def lines_of(results: dict[str, Any]) -> list[str]:
-    """The results for a terminal."""
-    lines = [f"{results['model']}  {protocol(results)}"]
+def lines_of(results: dict[str, Any], table: Callable[..., list[str]] = table, title: str = "") -> list[str]:
+    """The results for a terminal, or with another form of `table` and of titles."""
+    lines = [f"{title}{results['model']}  {protocol(results)}"]
     if results["validation"]:
-        figures = results["validation"].items()
-        lines += [f"{name:<20}{cell(value)}" for name, value in figures]
-    rows = rows_of(results)
-    if rows:
-        lines += table(HEADER, rows)
+        lines += ["", *table(("validation", "value"), [*results["validation"].items()])]
+    if rows := rows_of(results):
+        lines += ["", *table(HEADER, rows)]
     cut = sum(task["truncated_tokens"] for task in results["tasks"])
     if cut:
         records = sum(task["truncated_records"] for task in results["tasks"])
-        lines.append(
-            f"{cut:,} context tokens of {records:,} record{'s' * (records != 1)} were cut on the left to fit the window"
-        )
-    for title, header, more in further_tables(results):
-        lines += ["", title, *table(header, more)]
+        of = f"{cut:,} context tokens of {records:,} record{'s' * (records != 1)}"
+        lines += ["", f"{of} were cut on the left to fit the window"]
+    for name, header, more in further_tables(results):
+        lines += ["", title + name, "", *table(header, more)]
     return lines
 
 
@@ -100,17 +97,8 @@ def protocol(results: dict[str, Any]) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     """The results as a Markdown page."""
-    text = [f"# Scores of {results['model']}", "", protocol(results), ""]
-    if results["validation"]:
-        figures = [*results["validation"].items()]
-        text += [*_lines(("validation", "value"), figures), ""]
-    if rows := rows_of(results):
-        text += _lines(HEADER, rows)
-        for title, header, more in further_tables(results):
-            text += ["", f"## {title}", "", *_lines(header, more)]
-        text += ["", *NOTES, ""]
-        text += [f"- **{task['task']}**: {task['about']}" for task in results["tasks"]]
-    return "\n".join(text) + "\n"
+    about = [f"- **{task['task']}**: {task['about']}" for task in results["tasks"]]
+    return "\n".join([*lines_of(results, _lines, "## "), "", *NOTES, "", *about]) + "\n"
 
 
 def _lines(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

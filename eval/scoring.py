@@ -63,11 +63,11 @@ class BatchedScorer:
         """The answers to the questions of a batch."""
         raise NotImplementedError
 
-    def of_tokens(self, logprobs: np.ndarray, greedy: np.ndarray, truncated: int, rank: int = 0) -> Score:
+    def of_tokens(self, logprobs: np.ndarray, greedy: np.ndarray, rank: int = 0) -> Score:
         """The answer to a pair from those to its tokens."""
         kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
         total = float(logprobs.sum(dtype=np.float64))
-        return Score(total, int(greedy.sum()), len(logprobs), truncated, rank, kept)
+        return Score(total, int(greedy.sum()), len(logprobs), rank, kept)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
         """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as

@@ -9,6 +9,7 @@ from ..core.console import table, warn
 from ..core.errors import Refused, WrongUse
 from ..core.workspace import Workspace
 from .contamination import contaminated, open_searched
+from .endpoint import open_endpoint
 from .gate import check_alike, token_gate
 from .opening import Opened, checkpoints_of, open_scorer
 from .report import check_place, lines_of, write_scores
@@ -67,7 +68,7 @@ Forms = tuple[Opened, Opened | None, Any]  # the model, a second form of it, a s
 
 def _open(request: Request) -> Forms:
     options = replace(request, keep_tokens=request.against is not None)
-    opened = open_scorer(request.path, options)
+    opened = open_endpoint(options) if request.url else open_scorer(request.path, options)
     other = None if request.against is None else open_scorer(request.against, options)
     if other is not None:
         check_alike(opened, other)

@@ -36,7 +36,6 @@ class Tree:
     branches: tuple[int, ...]  # tokens of each branch; none for a plain sequence
     lines: tuple[np.ndarray, ...]  # for each pair, the rows that predict its continuation, (n,) int64
     targets: tuple[np.ndarray, ...]  # for each pair, the continuation's ids, (n,) int64
-    truncated: tuple[int, ...]  # for each pair, context tokens dropped from the left
 
     @property
     def tokens(self) -> int:
@@ -47,11 +46,8 @@ def plant(question: Question, window: int) -> Tree:
     """Lay out a question. Inputs are cut from the left to `window` tokens; a continuation must fit (checked
     by the caller).
     """
-    inputs, truncated = [], []
-    for context, continuation in question.pairs:
-        whole = np.array(context + continuation, np.int64)
-        truncated.append(max(0, len(whole) - window - 1))
-        inputs.append(whole[-(window + 1) :][:-1])
+    wholes = [np.array(context + continuation, np.int64) for context, continuation in question.pairs]
+    inputs = [whole[-(window + 1) :][:-1] for whole in wholes]
     shortest = min(map(len, inputs))
     same = np.all([ids[:shortest] == inputs[0][:shortest] for ids in inputs], axis=0)
     prefix = int(np.append(same, False).argmin())
@@ -69,7 +65,6 @@ def plant(question: Question, window: int) -> Tree:
         branches=branches if len(branches) > 1 else (),
         lines=tuple(lines),
         targets=tuple(np.array(continuation, np.int64) for _, continuation in question.pairs),
-        truncated=tuple(truncated),
     )
 
 

@@ -21,35 +21,16 @@ from .files import CALL, Fields, files_by_name, function, members, read_fields
 from .form import HarnessChoices, HarnessForm, by_function
 
 # Fields that decide nothing here: names, notes, what only the harness's own program reads.
-SILENT = {"task", "task_alias", "tag", "group", "group_alias", "metadata", "should_decontaminate", "recipe"}
-SILENT |= {"doc_to_decontamination_query", "dataset_kwargs", "training_split", "unsafe_code"}
-READ = {"dataset_path", "dataset_name", "validation_split", "test_split", "fewshot_split", "process_docs"}
-READ |= {
-    "doc_to_text",
-    "doc_to_target",
-    "doc_to_choice",
-    "process_results",
-    "description",
-    "target_delimiter",
-}
-READ |= {
-    "fewshot_delimiter",
-    "fewshot_config",
-    "num_fewshot",
-    "metric_list",
-    "output_type",
-    "generation_kwargs",
-}
-READ |= {"repeats", "filter_list"}
-EXAMPLES = {
-    "sampler",
-    "split",
-    "samples",
-    "doc_to_text",
-    "doc_to_target",
-    "doc_to_choice",
-    "fewshot_delimiter",
-}
+SILENT = (
+    "task task_alias tag group group_alias metadata should_decontaminate recipe doc_to_decontamination_query "
+    "dataset_kwargs training_split unsafe_code"
+)
+READ = (
+    "dataset_path dataset_name validation_split test_split fewshot_split process_docs doc_to_text doc_to_target "
+    "doc_to_choice process_results description target_delimiter fewshot_delimiter fewshot_config num_fewshot "
+    "metric_list output_type generation_kwargs repeats filter_list"
+)
+EXAMPLES = "sampler split samples process_docs doc_to_text doc_to_target doc_to_choice fewshot_delimiter"
 DEFAULT_METRICS = {
     "multiple_choice": ["acc", "acc_norm"],
     "loglikelihood": ["perplexity", "acc"],
@@ -57,16 +38,7 @@ DEFAULT_METRICS = {
     "generate_until": ["exact_match"],
 }
 METRIC_KEYS = {"metric", "aggregation", "higher_is_better", "hf_evaluate", *Matching.model_fields}
-SUMS = {
-    "mean",
-    "nanmean",
-    "perplexity",
-    "weighted_perplexity",
-    "bits_per_byte",
-    "f1",
-    "mcc",
-    "matthews_corrcoef",
-}
+SUMS = "bits_per_byte f1 matthews_corrcoef mcc mean nanmean perplexity weighted_perplexity"
 LONGEST = 256  # tokens of an answer, where a file does not say (the harness's own default)
 
 
@@ -145,7 +117,7 @@ class _Reading:
         )
 
     def task(self) -> HarnessTask:
-        unknown = self.fields.keys() - SILENT - READ
+        unknown = self.fields.keys() - set(f"{SILENT} {READ}".split())
         if unknown:
             raise self.refuse(f"the field {min(unknown)!r}", "it means nothing to these kinds of task")
         output = self.fields.get("output_type", "generate_until")
@@ -157,7 +129,7 @@ class _Reading:
             if key in self.fields:
                 self.call(key, self.fields[key])
         given = self.fields.get("fewshot_config") or {}
-        for key in given.keys() - EXAMPLES - {"process_docs"}:
+        for key in given.keys() - set(EXAMPLES.split()):
             raise self.refuse(f"fewshot_config.{key}")
         tree = {
             "about": f"{self.name} of lm-evaluation-harness, {self.path.name}",
@@ -273,9 +245,9 @@ class _Reading:
                 if not own:
                     raise self.refuse(f"metric_list: {name}.aggregation", "it is a function")
                 self.call(f"aggregation:{name}", way)
-            elif way not in SUMS:
+            elif way not in SUMS.split():
                 raise self.refuse(
-                    f"metric_list: {name}.aggregation {way!r}", f"known: {', '.join(sorted(SUMS))}"
+                    f"metric_list: {name}.aggregation {way!r}", f"known: {SUMS.replace(' ', ', ')}"
                 )
             names.append(name)
         return names

@@ -8,22 +8,14 @@ from ...core.scorer import Score
 from ..items import Form, Item
 from .kind import Kind, Outcome
 
+METRICS = "acc acc_norm acc_bytes exact_match f1 f1_macro mcc brier_score share_right"
+
 
 class MultipleChoice(Kind):
     """One context with its choices."""
 
     needs: tuple[str, ...] = ("choices", "gold")
-    metrics = (
-        "acc",
-        "acc_norm",
-        "acc_bytes",
-        "exact_match",
-        "f1",
-        "f1_macro",
-        "mcc",
-        "brier_score",
-        "share_right",
-    )
+    metrics = tuple(METRICS.split())
     field = "choices[{}]"
 
     def item(self, form: Form) -> Item:

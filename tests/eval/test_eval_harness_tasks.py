@@ -165,12 +165,12 @@ def test_answers_to_a_file_of_the_harness_score_as_there(name: str, stored: Any,
                     found.setdefault(key, []).append(value)
             packed = [answer]
         elif theirs.OUTPUT_TYPE == "loglikelihood_rolling":
-            packed = [[[-3.0 - number, 0, 4, 0, 0]]]
+            packed = [[[-3.0 - number, 0, 4, 0]]]
             for metric, value in theirs.process_results(doc, [-3.0 - number]).items():
                 found.setdefault(metric, []).append(value)
         else:
             sums = [-(1.0 + (7 * number + 5 * place) % 11) for place in range(len(item.pairs))]
-            packed = [[[value, place % 2, 1, 0, 0] for place, value in enumerate(sums)]]
+            packed = [[[value, place % 2, 1, 0] for place, value in enumerate(sums)]]
             for metric, value in theirs.process_results(
                 doc, [(v, bool(i % 2)) for i, v in enumerate(sums)]
             ).items():

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from throughline.core.errors import Failed, WrongUse
+from throughline.core.scorer import Question
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
 from throughline.eval.kinds.masks import hidden
@@ -57,7 +58,9 @@ def test_scores_equal_one_mask_at_a_time(bert, bert_tokenizer, pll: str) -> None
                 bert, bert_tokenizer, context, continuation, pll == "within_word_l2r", scorer.window
             )
             assert score.logprob == pytest.approx(wanted, abs=1e-4)
-            assert score.truncated == max(0, len(context) + len(continuation) - scorer.window)
+            assert scorer.lost(Question(((context, continuation),))) == max(
+                0, len(context) + len(continuation) - scorer.window
+            )
 
 
 def test_the_two_kinds_differ_only_inside_words(bert, bert_tokenizer) -> None:
@@ -98,7 +101,7 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
         for index, scores in ours.items():
             for a, b in zip(scores, theirs[index], strict=True):
                 assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
-                assert (a.right, a.tokens, a.truncated) == (b.right, b.tokens, b.truncated)
+                assert (a.right, a.tokens) == (b.right, b.tokens)
                 assert abs(a.rank - b.rank) <= 10, "of 30,522 tokens few are 1e-4 from the answer"
 
 

@@ -1,0 +1,145 @@
+"""Scoring by an endpoint: any server of OpenAI's completions that returns the log-probabilities of a prompt.
+
+Texts are tokenised here, by the served model's own tokenizer, and prompts are sent as ids: a pair is parted where
+`causal.py` parts it. The package openai waits, retries and keeps connections; answers are stored like all others.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ..core.artifact import Input
+from ..core.errors import Failed, WrongUse, did_you_mean, extra
+from ..core.scorer import Question, Score
+from .causal import CausalScorer
+from .opening import Opened, ScorerOptions
+
+RETRIES = 5  # of a request that meets no server, a busy one or a fault of its own
+BATCH_TOKENS = 1 << 16  # whose answers are stored together
+STOPS = 4  # strings that OpenAI's servers take; the others end the answer here
+
+
+class Endpoint:
+    """A model behind a URL (`scoring.Reader`). Raises WrongUse for a model that the server does not list, Failed for
+    a server that does not answer. The environment's OPENAI_API_KEY is its key.
+    """
+
+    name, dtype, batch_tokens = " (endpoint)", "as served", BATCH_TOKENS
+
+    def __init__(self, url: str, model: str | None, tokenizer: Any) -> None:
+        self.openai = extra("openai", "--url", "endpoint")
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.client = self.openai.OpenAI(base_url=base, api_key=key, max_retries=RETRIES)
+        self.url = url
+        try:
+            listed = {one.id: one.to_dict() for one in self.client.models.list()}
+        except self.openai.OpenAIError as error:
+            raise self.failed(error) from error
+        self.model = model or next(iter(listed), "")
+        if self.model not in listed:
+            fix = did_you_mean(self.model, listed, f"give --model: {', '.join(listed)}")
+            raise WrongUse(f"the server has no model {self.model!r}", where=url, fix=fix)
+        told = listed[self.model]
+        self.context = int(told.get("max_model_len") or told.get("meta", {}).get("n_ctx_train") or 0)
+        self.vocab_size = int(told.get("vocab_size") or tokenizer.vocab_size)
+        self.by = [base, self.model, str(told.get("hash") or told.get("created"))]
+
+    def failed(self, error: Exception) -> Failed:
+        """What a request ended with."""
+        why = str(error.__cause__ or error)
+        fix = "check the address and OPENAI_API_KEY; the same command asks what is not answered yet"
+        return Failed("the server gave no answer", where=self.url, why=why, fix=fix)
+
+    def complete(self, ids: Sequence[int], **asked: Any) -> Any:
+        """The one choice of a greedy completion."""
+        try:
+            made = self.client.completions.create(model=self.model, prompt=list(ids), temperature=0, **asked)
+        except self.openai.OpenAIError as error:
+            raise self.failed(error) from error
+        return made.choices[0]
+
+    def of_prompt(self, ids: Sequence[int], last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the last tokens of a prompt: log-probability, and whether it is the arg-max."""
+        found = self.complete(ids, max_tokens=0, echo=True, logprobs=1).logprobs
+        logprobs = found.token_logprobs if found else []
+        if len(logprobs) != len(ids):
+            why = (
+                f"of a prompt of {len(ids)} tokens it returned {len(logprobs)} (echo, logprobs, max_tokens 0)"
+            )
+            fix = "choose tasks of kind generate_until, or a server that returns them (throughline, vLLM)"
+            what = "the server returns no log-probabilities of the prompt"
+            raise Failed(what, where=self.url, why=why, fix=fix)
+        own = np.array(logprobs[-last:], np.float64)
+        best = np.array([max(top.values()) for top in found.top_logprobs[-last:]])
+        return own, own >= best
+
+
+class EndpointScorer(CausalScorer):
+    """Scores with a model behind a URL. The window leaves one token of its context free, which servers that generate
+    at least one ask for. `clients`: requests at once.
+    """
+
+    def __init__(
+        self, reader: Endpoint, tokenizer: Any, *, clients: int, window: int | None, **how: Any
+    ) -> None:
+        if not reader.context and window is None:
+            fix = "give --window: the model's context"
+            raise WrongUse("the server does not say how long its inputs may be", where=reader.url, fix=fix)
+        reader.context = reader.context - 2 if reader.context else window
+        self.pool = ThreadPoolExecutor(clients)
+        super().__init__(reader, tokenizer, window=window, **how)
+
+    def reader_of(self, model: Endpoint) -> Endpoint:
+        return model
+
+    def laid_out(self, question: Question) -> tuple[int, Any]:
+        return sum(len(context) + len(rest) for context, rest in question.pairs), question
+
+    def answered(self, laid: list[Question]) -> list[tuple[Score, ...]]:
+        asked = [pair for question in laid for pair in question.pairs]
+        scores = self.pool.map(lambda pair: self._pair_score(*pair), asked)
+        return [tuple(next(scores) for _ in question.pairs) for question in laid]
+
+    def _pair_score(self, context: tuple[int, ...], rest: tuple[int, ...]) -> Score:
+        cut = max(0, len(context) + len(rest) - self.window - 1)
+        return self.of_tokens(*self.reader.of_prompt(context[cut:] + rest, len(rest)))
+
+    def written(
+        self, prompts: Sequence[tuple[int, ...]], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
+        def answer(ids: tuple[int, ...]) -> str:
+            asked = {"stop": list(until[:STOPS])} if until else {}
+            text = self.reader.complete(ids, max_tokens=max_tokens, **asked).text
+            return text[: min((text.find(stop) for stop in until if stop in text), default=None)]
+
+        for number, text in enumerate(self.pool.map(answer, prompts)):
+            yield [(number, text)]
+
+
+def open_endpoint(options: ScorerOptions) -> Opened:
+    """The scorer of the model behind `options.url`. Raises as `Endpoint` does, and WrongUse without a tokenizer."""
+    from ..data.tokenizer import Tokenizer
+
+    if options.tokenizer is None:
+        why = "texts become tokens here, as the served model knows them"
+        fix = "give --tokenizer: the model's directory, or its tokenizer.json"
+        raise WrongUse("--url needs a tokenizer", why=why, fix=fix)
+    tokenizer = Tokenizer.load(options.tokenizer)
+    reader = Endpoint(options.url or "", options.model, tokenizer)
+    scorer = EndpointScorer(
+        reader,
+        tokenizer,
+        clients=options.clients,
+        bos=tokenizer.puts_bos if options.bos is None else options.bos,
+        window=options.window,
+        identity="/".join(reader.by),
+        batch_tokens=options.batch_tokens,
+        keep_tokens=options.keep_tokens,
+    )
+    return Opened(
+        scorer, "gpt", Input(f"{reader.url} {reader.model}", "endpoint", ""), None, tokenizer=tokenizer
+    )
