@@ -63,5 +63,5 @@ def packed(score: Score) -> list[Any]:
 
 def unpacked(values: list[Any]) -> Score:
     """The score that `packed` made the list of."""
-    *own, kept = [*values, ()][:5]
-    return Score(*own, tuple(kept))
+    logprob, right, tokens, rank, kept = [*values, ()][:5]
+    return Score(logprob, right, tokens, rank, tuple(kept))

@@ -33,7 +33,7 @@ class CausalScorer(BatchedScorer):
 
     def __init__(
         self,
-        model: GPT | CausalBackend,
+        model: Any,
         tokenizer: Any,
         *,
         bos: bool = False,
@@ -52,7 +52,7 @@ class CausalScorer(BatchedScorer):
         recipe = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
         super().__init__(self.reader, tokenizer, recipe, **how)
 
-    def reader_of(self, model: Any) -> Any:
+    def reader_of(self, model: GPT | CausalBackend) -> Any:
         """What computes with the model."""
         if isinstance(model, GPT) and model.config.positions == "alibi":  # a bias by the places of whole rows
             from ..inference.runtimes.torch_backend import TorchCausal

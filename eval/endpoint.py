@@ -89,17 +89,17 @@ class EndpointScorer(CausalScorer):
         if not reader.context and window is None:
             fix = "give --window: the model's context"
             raise WrongUse("the server does not say how long its inputs may be", where=reader.url, fix=fix)
-        reader.context = reader.context - 2 if reader.context else window
+        reader.context = reader.context - 2 if reader.context else window or 0
         self.pool = ThreadPoolExecutor(clients)
         super().__init__(reader, tokenizer, window=window, **how)
 
-    def reader_of(self, model: Endpoint) -> Endpoint:
+    def reader_of(self, model: Any) -> Any:
         return model
 
     def laid_out(self, question: Question) -> tuple[int, Any]:
         return sum(len(context) + len(rest) for context, rest in question.pairs), question
 
-    def answered(self, laid: list[Question]) -> list[tuple[Score, ...]]:
+    def answered(self, laid: list[Any]) -> list[tuple[Score, ...]]:
         asked = [pair for question in laid for pair in question.pairs]
         scores = self.pool.map(lambda pair: self._pair_score(*pair), asked)
         return [tuple(next(scores) for _ in question.pairs) for question in laid]

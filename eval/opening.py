@@ -51,39 +51,25 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     """The scorer of the model at `path`. Raises WrongUse when there is none, or it has no tokenizer."""
     from ..data.tokenizer import Tokenizer
     from ..inference.runtimes.backends import kind_of, open_backend
-    from ..inference.runtimes.devices import pick_dtype
-    from ..inference.runtimes.source import find_model
-    from ..models.config import family_of
 
     path = Path(path)
-    model: Any
-    module = None
-    if (kind := kind_of(path)) in ("onnx", "engine", "gguf"):
-        device = own_gpu(options.device, runs_on_gpu(kind))
-        loaded = open_backend(path, BackendOptions(device, options.dtype))
-        family, source, file = loaded.family, loaded.input, _tokenizer_of(loaded.tokenizer, path)
-        model, tokenizer = loaded.causal or loaded.encoder, Tokenizer.load(file)
-    else:
-        found = find_model(path)
-        file = _tokenizer_of(found.tokenizer, path)
-        tokenizer = Tokenizer.load(file)
-        tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
-        return_freed_memory()
-        device = own_gpu(options.device)
-        opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype("cpu"), device))
-        model = module = opened.model
-        if hasattr(model, "encoder"):
-            why = f"its head is {model.head.kind}"
-            raise WrongUse("this BERT has no masked-word head to score with", where=path, why=why)
-        family, source = family_of(model.config), opened.input
-        _check_tokenizer(tokenizer, model.config.vocab_size, file)
-    scorer = scorer_of(model, family, tokenizer, options, source.hash)
+    kind = kind_of(path)
+    device = own_gpu(options.device, not kind or runs_on_gpu(kind))
+    loaded = open_backend(path, BackendOptions(device, options.dtype))
+    file = _tokenizer_of(loaded.tokenizer, path)
+    tokenizer = Tokenizer.load(file)
+    _check_tokenizer(tokenizer, loaded.config.vocab_size, file)
+    module: Any = None if kind else loaded.backend.model
+    if hasattr(module, "encoder"):
+        why = f"its head is {module.head.kind}"
+        raise WrongUse("this BERT has no masked-word head to score with", where=path, why=why)
+    scorer = scorer_of(module or loaded.backend, loaded.family, tokenizer, options, loaded.input.hash)
     if options.window is not None and options.window > (longest := scorer.recipe["window"]):
         warn(f"--window {options.window:,} is longer than the model's {longest:,} tokens, which are used")
-    if family != "bert" and options.pll != ScorerOptions.pll:
+    if loaded.family != "bert" and options.pll != ScorerOptions.pll:
         warn("--pll says how a BERT is scored, and this is a GPT: it changes nothing")
     return_freed_memory()  # scoring would come on top of it
-    return Opened(scorer, family, source, _step(source.path), module, tokenizer)
+    return Opened(scorer, loaded.family, loaded.input, _step(loaded.input.path), module, tokenizer)
 
 
 def scorer_of(
