@@ -20,6 +20,7 @@ USED = {  # of the options below by each target; another one that is given is re
     "tensorrt": f"{_ENGINE} timing_cache",
     "tensorrt-rtx": f"{_ENGINE} capability",
     "triton": f"{_JUDGED} calibration variant opset pooling outputs",
+    "triton --for tensorrt": f"{_ENGINE} outputs variant timing_cache",
     "calibration": "text device",
 }
 PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
@@ -27,7 +28,12 @@ PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", 
 
 @click.command()
 @click.argument("path", type=click.Path())
-@option("--to target", click.Choice(tuple(USED)), "What to write.", required=True)
+@option(
+    "--to target",
+    click.Choice([target for target in USED if " " not in target]),
+    "What to write.",
+    required=True,
+)
 @option("--out", click.Path(), "Directory to write.", required=True)
 @flag("--overwrite", "Replace the artifact that is already at --out.")
 @option(
@@ -40,7 +46,7 @@ PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", 
     "--for --variant variant",
     click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
     "What the ONNX graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of "
-    "ONNX Runtime's CPU, cuda those that it has CUDA kernels for.",
+    "ONNX Runtime's CPU, cuda those that it has CUDA kernels for; --to triton --for tensorrt builds a plan.",
     "portable",
 )
 @option(
@@ -103,7 +109,8 @@ def command(
     """
     from ..inference.exports.export import Judging, export_onnx
 
-    _check_used(target)
+    plan = target == "triton" and given["variant"] == "tensorrt"
+    _check_used("triton --for tensorrt" if plan else target)
     text, calibration, bench, device = map(given.pop, ("text", "calibration", "bench", "device"))
     if target in ("calibration", "gguf") and device != "cpu":
         why = "torch reads the text there"
@@ -138,6 +145,7 @@ def command(
             f"--to {target} does not write {precision}", where="--precision", fix=f"{fix}give another"
         )
     given["variant"] = "onnxruntime" if given["variant"] == "cpu" else given["variant"]
+    shapes = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
     report: dict[str, Any]
     if target == "gguf":
         from ..inference.exports.gguf_export import export_gguf
@@ -147,7 +155,6 @@ def command(
     elif target.startswith("tensorrt"):
         from ..inference.exports.export_engine import export_engine
 
-        shapes = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
         options = GraphOptions("tensorrt", precision or "fp16", pooling=given["pooling"])
         library = target.replace("-", "_")
         report = export_engine(path, out, library, options, judging, overwrite, capability, *shapes, cache)
@@ -155,14 +162,18 @@ def command(
         from ..inference.exports.handover import export_huggingface
 
         report = export_huggingface(path, out, judging, overwrite, given["pooling"], precision or "")
-    else:
+    elif target == "triton":
         from ..inference.exports.triton import export_triton
 
-        given |= {"precision": precision or "fp32", "opset": given["opset"] or 0}
-        if target == "triton":  # no input whose length is not the text's
-            given["names"] = "optimum"
-        write = export_triton if target == "triton" else export_onnx
-        report = write(path, out, GraphOptions(**given), judging, overwrite)
+        given |= {"precision": precision or ("fp16" if plan else "fp32"), "opset": given["opset"] or 0}
+        built: dict[str, Any] = (
+            {"batches": shapes[0], "lengths": shapes[1], "timing_cache": cache} if plan else {}
+        )
+        options = GraphOptions(**given | {"names": "optimum"})  # no input whose length is not the text's
+        report = export_triton(path, out, options, judging, overwrite, **built)
+    else:
+        options = GraphOptions(**given | {"precision": precision or "fp32", "opset": given["opset"] or 0})
+        report = export_onnx(path, out, options, judging, overwrite)
     lines = [*_lines(report), f"written: {out}"]
     # another program's (optimum's graphs of a GPT too), and for a GPU that may not be here
     if target not in ("triton", "tensorrt-rtx") and not Path(out, "genai_config.json").exists():

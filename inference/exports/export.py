@@ -186,9 +186,7 @@ def write_judged(export: Export, options: GraphOptions) -> int:
 
         backend = OptimumCausal(open_session(graph, device=export.device), config)
     else:
-        backend = run_graph(graph, config, BackendOptions(export.device))
-        if options.names == "optimum" and not hasattr(opened.model, "head"):
-            backend = Adapted(backend, at_asked_positions)
+        backend = on_our_terms(run_graph(graph, config, BackendOptions(export.device)), export, options)
     candidate = Loaded(config, export.tokenizer, opened.input, backend)
     reference, bad_node = export.reference(options.pooling or "mean"), partial(first_bad_node, graph, config)
     judge(export, reference, candidate, BOUNDS[options.precision], "the ONNX graph", bad_node=bad_node)
@@ -196,6 +194,12 @@ def write_judged(export: Export, options: GraphOptions) -> int:
     fused = check_fusion(operators, config, options)
     export.report |= {"precision": options.precision, "layers": layers, "fused": fused}
     return nodes
+
+
+def on_our_terms(backend: Any, export: Export, options: GraphOptions) -> Any:
+    """What runs a graph, with the outputs of our names."""
+    theirs = options.names == "optimum" and not hasattr(export.opened.model, "head")
+    return Adapted(backend, at_asked_positions) if theirs else backend
 
 
 def calibrated(export: Export, options: GraphOptions) -> GraphOptions:

@@ -21,7 +21,7 @@ from ..runtimes.loaded import Loaded
 from ..runtimes.tensorrt_backend import EngineSession
 from ..runtimes.tensorrt_library import gpu_facts, load_library
 from .engine_report import engine_facts, kernels_of_inspector, kernels_of_log
-from .export import ALONE, Export, Judging, Report, exporting, judge, write_judged
+from .export import ALONE, Export, Judging, Report, exporting, judge, on_our_terms, write_judged
 from .tensorrt_build import RTX_CAPABILITIES, Profile, buckets, build_engine
 
 T4 = "7.5"
@@ -47,55 +47,70 @@ def export_engine(
     Raises what `export_onnx` raises, and Refused when attention is not fused or a product is not in the
     precision of the graph; then nothing is left at `out`.
     """
+    with exporting(path, out, "engine", judging, overwrite) as export:
+        engine, facts = compiled(export, library_name, options, capability, batches, lengths, timing_cache)
+        export.keep_sentence()
+        (export.folder / "engine.plan").write_bytes(engine)
+        for file in export.folder.glob("model.onnx*"):
+            file.unlink()  # the engine has the weights
+        export.draft.facts |= facts
+    return export.report
+
+
+def compiled(
+    export: Export,
+    library_name: str,
+    options: GraphOptions,
+    capability: str = T4,
+    batches: Sequence[int] = BATCHES,
+    lengths: Sequence[int] = LENGTHS,
+    timing_cache: Path | None = None,
+) -> tuple[bytes, dict[str, Any]]:
+    """The engine of a model, judged, and its facts; what describes the model and its graph is written to the export's
+    folder.
+    """
     precision, rtx = options.precision, library_name == "tensorrt_rtx"
     if rtx and capability not in RTX_CAPABILITIES:
         why = f"TensorRT-RTX compiles for {', '.join(RTX_CAPABILITIES)}"
         raise WrongUse(f"no compiler for compute capability {capability}", where="--capability", why=why)
     library = load_library(library_name)
-    with exporting(path, out, "engine", judging, overwrite) as export:
-        config, graph = export.opened.model.config, export.folder / "model.onnx"
-        lengths = tuple(sorted({min(length, config.sequence_length) for length in lengths}))
-        profiles = buckets(config, batches, lengths)
-        write_judged(export, options)
-        export.keep_sentence()
-        engine, messages = build_engine(
-            library, graph, config, profiles, capability if rtx else None, timing_cache
-        )
-        (export.folder / "engine.plan").write_bytes(engine)
-        inspected = [] if rtx else kernels_of_inspector(_inspected(library, engine, profiles[0], config))
-        kernels = kernels_of_log(messages) if rtx else inspected
-        device = judging.device if judging.device != "cpu" else "cuda:0"
-        card = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts(device)
-        facts: dict[str, Any] = {
-            "precision": precision,
-            "library": library.__name__,
-            "library_version": library.__version__,
-            **card,
-            "profiles": [dataclasses.asdict(profile) for profile in profiles],
-            "graph_sha256": sha256_file(graph),
-            "source": export.opened.input.hash,
-            "standing": "compiled by TensorRT-RTX, not run",
-            "compared": "its graph, on ONNX Runtime",
-        }
-        facts |= engine_facts(kernels, config, precision, len(profiles), whole=rtx)
-        if "not known" in (facts["product_types"], facts["fused_attention"]):
-            warn("TensorRT does not say in which type its products are, or that attention is fused")
-        if not rtx or capability in [gpu.capability for gpu in machine().gpus[:1]]:
-            session = EngineSession(library, engine, out, device)
-            _judge_engine(export, session, options)
-            facts |= {"standing": f"built and run by {library.__name__}", "compared": "the engine"}
-            facts |= {"captures_failed": session.capture_failures}
-        for file in export.folder.glob("model.onnx*"):
-            file.unlink()  # the engine has the weights
-        export.report["engine"] = facts
-        export.draft.facts |= facts
-    return export.report
+    config, graph = export.opened.model.config, export.folder / "model.onnx"
+    lengths = tuple(sorted({min(length, config.sequence_length) for length in lengths}))
+    profiles = buckets(config, batches, lengths)
+    write_judged(export, options)
+    only = capability if rtx else None
+    engine, messages = build_engine(library, graph, config, profiles, only, timing_cache)
+    inspected = [] if rtx else kernels_of_inspector(_inspected(library, engine, profiles[0], config))
+    kernels = kernels_of_log(messages) if rtx else inspected
+    device = export.judging.device if export.judging.device != "cpu" else "cuda:0"
+    card = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts(device)
+    facts: dict[str, Any] = {
+        "precision": precision,
+        "library": library.__name__,
+        "library_version": library.__version__,
+        **card,
+        "profiles": [dataclasses.asdict(profile) for profile in profiles],
+        "graph_sha256": sha256_file(graph),
+        "source": export.opened.input.hash,
+        "standing": "compiled by TensorRT-RTX, not run",
+        "compared": "its graph, on ONNX Runtime",
+    }
+    facts |= engine_facts(kernels, config, precision, len(profiles), whole=rtx)
+    if "not known" in (facts["product_types"], facts["fused_attention"]):
+        warn("TensorRT does not say in which type its products are, or that attention is fused")
+    if not rtx or capability in [gpu.capability for gpu in machine().gpus[:1]]:
+        session = EngineSession(library, engine, export.folder, device)
+        _judge_engine(export, session, options)
+        facts |= {"standing": f"built and run by {library.__name__}", "compared": "the engine"}
+        facts |= {"captures_failed": session.capture_failures}
+    export.report["engine"] = facts
+    return engine, facts
 
 
 def _judge_engine(export: Export, session: EngineSession, options: GraphOptions) -> None:
     """Compare the engine itself with torch, over what its profiles take; what was said of its graph stays beside it."""
     config, of_graph = export.opened.model.config, dict(export.report)
-    backend = on_engine(session, config, options.precision)
+    backend = on_our_terms(on_engine(session, config, options.precision), export, options)
     candidate = Loaded(config, export.tokenizer, export.opened.input, backend)
     cases = sweep(config.vocab_size, config.sequence_length, session.limits)
     reference, bounds = export.reference(export.draft.facts["pooling"]), BOUNDS[options.precision]

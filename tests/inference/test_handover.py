@@ -1,16 +1,12 @@
-"""What is handed over: directories for transformers, vLLM and TEI, a repository for Triton, onnxruntime-genai."""
+"""What is handed over: directories for transformers, vLLM and TEI, onnxruntime-genai."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from throughline.core.artifact import verify_artifact
-from throughline.core.errors import WrongUse
 from throughline.inference.exports.export import Judging
 from throughline.inference.exports.handover import export_huggingface
-from throughline.inference.exports.triton import export_triton
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes.source import open_model
 
@@ -61,58 +57,6 @@ def test_a_fine_tuned_bert_is_loaded_by_its_class(bert_dir: Path, tmp_path: Path
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model.eval()(ids), atol=1e-4, rtol=0)
     assert theirs.config.id2label == {0: "no", 1: "yes"}
-
-
-def test_a_triton_repository(bert_dir: Path, tmp_path: Path) -> None:
-    """Every input and output of the graph is in config.pbtxt with its type and without its batch dim."""
-    import onnxruntime
-
-    options = GraphOptions(opset=20, names="optimum", outputs="all")
-    export_triton(bert_dir, tmp_path / "out", options, QUIET)
-    verify_artifact(tmp_path / "out")
-    text = (tmp_path / "out" / "bert" / "config.pbtxt").read_text()
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "bert" / "1" / "model.onnx")
-    kinds = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32"}
-    found = re.findall(r'\{ name: "(\w+)" data_type: (\w+) dims: \[([-\d, ]+)\] \}', text)
-    expected = [
-        (
-            value.name,
-            kinds[value.type],
-            ", ".join(str(d) if isinstance(d, int) else "-1" for d in value.shape[1:]),
-        )
-        for value in (*session.get_inputs(), *session.get_outputs())
-    ]
-    assert found == expected and {"input_ids", "logits", "sentence_embedding"} <= {name for name, *_ in found}
-    assert text.count("{") == text.count("}") and text.count("[") == text.count("]")
-    assert "max_queue_size: 256" in text and "opset 20" in (tmp_path / "out" / "README.md").read_text()
-    ids = np.array([[3, 4, 5]])
-    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-    assert session.run(["logits"], feeds)[0].shape[:2] == (1, 3)
-
-
-def test_an_embedding_service_has_no_logits(bert_dir: Path, tmp_path: Path) -> None:
-    """A pretrained BERT's repository gives vectors alone unless asked, equal to those of the graph with its heads."""
-    import onnxruntime
-
-    outputs = {}
-    for name in ("all", None):
-        options = GraphOptions(names="optimum", outputs=name)
-        export_triton(bert_dir, tmp_path / str(name), options, QUIET)
-        session = onnxruntime.InferenceSession(tmp_path / str(name) / "bert" / "1" / "model.onnx")
-        ids = np.array([[3, 4, 5]])
-        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-        names = [output.name for output in session.get_outputs()]
-        outputs[name] = dict(zip(names, session.run(names, feeds)))
-    assert "logits" in outputs["all"] and not [key for key in outputs[None] if "logits" in key]
-    text = (tmp_path / "None" / "bert" / "config.pbtxt").read_text()
-    assert "logits" not in text and "sentence_embedding" in text
-    vectors = [outputs[name]["sentence_embedding"] for name in outputs]
-    np.testing.assert_allclose(*vectors, atol=1e-6)
-
-
-def test_a_gpt_has_no_triton_repository(gpt_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(WrongUse, match="no Triton repository"):
-        export_triton(gpt_dir, tmp_path / "out")
 
 
 def test_onnxruntime_genai_generates_what_torch_generates(gpt_dir: Path, tmp_path: Path) -> None:
