@@ -34,7 +34,7 @@ class Endpoint:
         key = os.environ.get("OPENAI_API_KEY", "none")
         base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.client = self.openai.OpenAI(base_url=base, api_key=key, max_retries=RETRIES)
-        self.url = url
+        self.url, self.decode, self.as_text = url, tokenizer.decode, False
         try:
             listed = {one.id: one.to_dict() for one in self.client.models.list()}
         except self.openai.OpenAIError as error:
@@ -50,31 +50,36 @@ class Endpoint:
 
     def failed(self, error: Exception) -> Failed:
         """What a request ended with."""
-        why = str(error.__cause__ or error)
+        why = str(error.__cause__ or error)[:300]
         fix = "check the address and OPENAI_API_KEY; the same command asks what is not answered yet"
         return Failed("the server gave no answer", where=self.url, why=why, fix=fix)
 
     def complete(self, ids: Sequence[int], **asked: Any) -> Any:
         """The one choice of a greedy completion."""
+        prompt = self.decode(ids) if self.as_text else list(ids)
         try:
-            made = self.client.completions.create(model=self.model, prompt=list(ids), temperature=0, **asked)
+            made = self.client.completions.create(model=self.model, prompt=prompt, temperature=0, **asked)
         except self.openai.OpenAIError as error:
+            if isinstance(prompt, list) and "valid string" in str(error):
+                self.as_text = True  # llama-cpp-python's server takes no ids
+                return self.complete(ids, **asked)
             raise self.failed(error) from error
         return made.choices[0]
 
     def of_prompt(self, ids: Sequence[int], last: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the last tokens of a prompt: log-probability, and whether it is the arg-max."""
-        found = self.complete(ids, max_tokens=0, echo=True, logprobs=1).logprobs
-        logprobs = found.token_logprobs if found else []
-        if len(logprobs) != len(ids):
-            why = (
-                f"of a prompt of {len(ids)} tokens it returned {len(logprobs)} (echo, logprobs, max_tokens 0)"
-            )
+        found = self.complete(ids, max_tokens=1, echo=True, logprobs=1).logprobs
+        logprobs, first = found.token_logprobs if found else [], len(ids) - last
+        begins = len(self.decode(ids[:first])) if self.as_text else 0
+        if len(logprobs) < len(ids) or begins and found.text_offset[first] != begins:
+            why = f"it was asked for those of {len(ids)} tokens and told {len(logprobs)}"
+            if self.as_text:
+                why += "; it takes no ids, and may part a text otherwise than the tokenizer"
             fix = "choose tasks of kind generate_until, or a server that returns them (throughline, vLLM)"
             what = "the server returns no log-probabilities of the prompt"
             raise Failed(what, where=self.url, why=why, fix=fix)
-        own = np.array(logprobs[-last:], np.float64)
-        best = np.array([max(top.values()) for top in found.top_logprobs[-last:]])
+        own = np.array(logprobs[first : len(ids)], np.float64)
+        best = np.array([max(top.values()) for top in found.top_logprobs[first : len(ids)]])
         return own, own >= best
 
 
