@@ -71,9 +71,9 @@ parameters and products exactly, the norms of queries and keys, soft caps and AL
 `balance_loss` (row by row, so that it depends on no layout), `router_z_loss`, and `balance_bias`, which is moved by the load of each step instead of a gradient.
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy` and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
-process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. Other optimizers, fp8, offload and
-compression are refused by name, as are ONNX and GGUF; processes that share experts (expert parallelism) are not there yet. `olmoe-1b-7b` is
-the published recipe, `olmoe-toy` its twin for a laptop.
+process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
+share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name, as are ONNX and GGUF.
+`olmoe-1b-7b` is the published recipe, `olmoe-toy` its twin for a laptop.
 
 ## What config.json may say
 

@@ -257,7 +257,10 @@ class Step:
 
     def update_times(self, backward: Number) -> dict[str, Number]:
         """Seconds of the optimizer, on the chip or the host, and what of the way there and back no backward hides."""
-        owned, numbers = owned_parameters(self.work.config, self.layouts), self.software.precision
+        owned, numbers = (
+            owned_parameters(self.work.config, self.layouts, self.software),
+            self.software.precision,
+        )
         offloaded = np.asarray(self.layouts.offload) > 0
         updated = owned * self.software.optimizer_bytes
         moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
@@ -296,6 +299,7 @@ class Step:
         if self.software.layer_sums:
             return 0.0 * layouts.tensor
         layer, first, last = partial_parameters(self.work.config)
+        layer = layer + layer_parameters(self.work.config)[0] / layouts.expert
         count = layers_on(self.work.config, layouts)[0] * layer + first + last * (layouts.pipeline == 1)
         return all_reduce(count * self.summed_number, layouts.tensor, 1, self.cluster, self.constants)
 
@@ -361,7 +365,7 @@ class Step:
             gradients / shards, *apart, *machine, np.where(shards > 1, calls, buckets), one_adapter=alone
         )
         if experts:  # their copies are fewer
-            copies, sharded = copies_of_experts(layouts), shards > 1
+            copies, sharded = copies_of_experts(layouts, software), shards > 1
             moved, axis = sums * of_experts * number, (copies, layouts.expert, *machine)
             summed = summed + np.where(
                 sharded, gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)

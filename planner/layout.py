@@ -230,9 +230,12 @@ def _expert_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:
     if expert == 1:
         return
     text = f"{experts} experts cannot be shared by {expert} processes"
-    yield expert < 1 or experts < expert or experts % expert, "expert", text, f"a divisor of {experts}"
-    text = f"{expert} processes that share experts are no part of {layout.data} data processes"
-    yield layout.data % max(expert, 1), "expert", text, f"a divisor of {layout.data}"
+    yield expert < 1 or experts < expert or experts % expert, "expert", text, f"a divisor of {experts or 1}"
+    data = layout.data if layout.sharding == "replicated" else layout.data // layout.replicas
+    text = f"{expert} processes that share experts are no part of {data} data processes"
+    if data < layout.data:
+        text += " that shard one copy"
+    yield data % max(expert, 1), "expert", text, f"a divisor of {data}"
 
 
 def _pipeline_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:

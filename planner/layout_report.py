@@ -49,7 +49,7 @@ def layout_report(
         facts["actions"] = [[str(action) for action in rank] for rank in order]
     lines = [f"{layout.product()}: {layout.describe()}", f"{config.parameter_count():,} parameters", ""]
     lines += table(("parameter", "shape", "over tensor", "stage"), _placement_rows(config, layout))
-    lines += ["", "held in a step by one process of each place; its copies hold the same"]
+    lines += ["", "held in a step by one process of each place; its copies hold as much"]
     header = ("pipeline", "tensor", "shard", "parameters", *held_names)
     lines += table(
         header,

@@ -158,7 +158,7 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     """
     config, numbers, alone = work.config, software.precision, layouts.pipeline == 1
     at = place if layouts.split else None
-    held, owned = held_parameters(config, layouts, at), owned_parameters(config, layouts, at)
+    held, owned = held_parameters(config, layouts, at), owned_parameters(config, layouts, software, at)
     experts, others = layer_parameters(config)
     block = others / layouts.tensor + experts / layouts.expert
     rest = (config.parameter_count() - config.layers * (experts + others)) / layouts.tensor
@@ -254,7 +254,7 @@ def host_terms(
     micro-batches.
     """
     numbers, offload, config = software.precision, np.asarray(layouts.offload) > 0, work.config
-    owned = np.where(offload, owned_parameters(config, layouts) if owned is None else owned, 0.0)
+    owned = np.where(offload, owned_parameters(config, layouts, software) if owned is None else owned, 0.0)
     master = numbers.master or numbers.weight
     summed = (layouts.world == 1) & (work.rows > layouts.data * layouts.micro_rows)
     block = sum(layer_parameters(config))

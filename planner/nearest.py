@@ -68,6 +68,7 @@ def nearest_layouts(
         near = dataclasses.replace(
             near,
             replicas=layout.replicas if data % layout.replicas == 0 and data > layout.replicas else 1,
+            expert=math.gcd(layout.expert, data),
             stages_per_process=layout.stages_per_process if pipeline > 1 else 1,
             layers_per_stage=layout.layers_per_stage if pipeline == layout.pipeline else (),
         )

@@ -74,7 +74,11 @@ def saves_of(search: Search, candidate: Candidate, run: Run) -> tuple[float, flo
     and for a restart, days of a repair, and seconds until all nodes together have written a save.
     """
     cluster, config = search.cluster, search.work.config
-    copied = SAVED_BYTES * float(owned_parameters(config, candidate.layouts)) / (cluster.host_gb_s * 1e9)
+    copied = (
+        SAVED_BYTES
+        * float(owned_parameters(config, candidate.layouts, search.software))
+        / (cluster.host_gb_s * 1e9)
+    )
     nodes = -(-search.world // cluster.chips_per_node)
     written = SAVED_BYTES * config.parameter_count() / (nodes * WRITTEN_GB_S * 1e9)
     return run.save_s or PAUSE_S + copied, run.restart_s, run.repair_days, written

@@ -157,11 +157,11 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
 
 def shared_experts(search: Search, data: int, tensor: int) -> list[int]:
     """Processes of a stage that may share the experts: those of the data axis, and in programs other than ours the
-    tensor ranks too. Our engine trains with whole experts, so others are priced only where they are asked for.
+    tensor ranks too.
     """
     experts, others = getattr(search.work.config, "experts", 0), bool(search.software.layer_sums)
     most = math.gcd(experts, data * (tensor if others else 1)) if experts else 1
-    return [n for n in search.fixed.get("expert") or (divisors(most) if others else [1]) if most % n == 0]
+    return [n for n in search.fixed.get("expert") or divisors(most) if most % n == 0]
 
 
 def turns_of(layers: int, pipeline: int) -> list[int]:

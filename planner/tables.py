@@ -271,14 +271,37 @@ def make_shard_spec(
     """
     placement = tensor_placement(name, config)
     box = tensor_box(name, shape, config, layout.tensor, place.tensor)
-    if layout.shards > 1:
+    replica, shards, shard = place.replica, layout.shards, place.shard
+    if layout.expert > 1 and is_of_experts(name):
+        expert, index = _expert_rank(layout, shard if shards > 1 else replica)
+        replica, shard = (replica, index) if shards > 1 else (index, 0)
+        box, shards = box.cut(0, *even_part(shape[0], layout.expert, expert)), shards // layout.expert
+    if shards > 1:
         held = box.size[0]
-        start, size = sharded_part(max(rows, held), layout.shards, place.shard)
+        start, size = sharded_part(max(rows, held), shards, shard)
         box = box.cut(0, min(start, held), max(min(size, held - start), 0))
-    primary = place.replica == 0 and (placement in (0, 1) or place.tensor == 0)
+    primary = replica == 0 and (placement in (0, 1) or place.tensor == 0)
     if name == "token_table.weight" and stage > 0:
         primary = False  # the tied copy on the last stage
     return ShardSpec(name, shape, box, stage, placement, primary)
+
+
+def is_trained(name: str) -> bool:
+    """Whether a gradient moves a parameter; the balance bias follows the load of the experts."""
+    return not name.endswith(".balance_bias")
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is cut over the expert axis."""
+    return ".mlp.experts." in name
+
+
+def _expert_rank(layout: Layout, index: int) -> tuple[int, int]:
+    """Of a process among those of data and context: its rank on the expert axis, which lies between them, and among
+    those that hold equal experts.
+    """
+    data, context = divmod(index, layout.context)
+    return data % layout.expert, data // layout.expert * layout.context + context
 
 
 def is_decayed(name: str, dims: int) -> bool:

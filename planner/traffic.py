@@ -25,7 +25,9 @@ from .tables import (
     ShardSpec,
     bucket_slices,
     is_decayed,
+    is_of_experts,
     is_tied,
+    is_trained,
     low_rank_pays,
     shard_specs,
 )
@@ -176,12 +178,14 @@ def data_passes(sharding: Number, pipeline: Number, micro_batches: Number) -> tu
 
 @functools.lru_cache(maxsize=32)
 def partial_parameters(config: ModelConfig) -> tuple[int, int, int]:
-    """Parameters whose gradients the tensor axis sums: of a layer, of the first stage's rest and of the last one's."""
+    """Parameters whose gradients the tensor axis sums: of a layer but for its experts, of the first stage's rest and of
+    the last one's.
+    """
     first, last = (
         [
             spec
             for spec in shard_specs(config, Layout(tensor=2, pipeline=2), Coordinates(stage))
-            if spec.placement == "partial"
+            if spec.placement == "partial" and not is_of_experts(spec.name)
         ]
         for stage in (0, 1)
     )
@@ -206,7 +210,7 @@ def _tensor_traffic(
     partial = [
         spec.box.numel * batch.summed
         for spec in shard_specs(config, layout, Coordinates(pipeline_rank))
-        if spec.placement == "partial"
+        if spec.placement == "partial" and is_trained(spec.name)
     ]
     calls = len(bucket_slices(partial))
     yield Traffic("tensor", "all-reduce", calls, sum(partial), "gradients of norms, biases and tables")
@@ -276,27 +280,34 @@ def _data_traffic(
     number, wide = batch.numbers.sent, batch.numbers.reduced
     whole = dataclasses.replace(layout, sharding="replicated")
     parts = list(shard_specs(config, whole, Coordinates(pipeline_rank)))
+    # experts that processes share have fewer copies, and shards of their own
+    holders = {spec.name: layout.expert if is_of_experts(spec.name) else 1 for spec in parts}
     if layout.shards == 1:
-        if layout.data * layout.context > 1:
-            yield from _copies_traffic(parts, layout.data * layout.context, batch)
+        for fewer in sorted({*holders.values()}):
+            trained = [spec for spec in parts if holders[spec.name] == fewer and is_trained(spec.name)]
+            if (copies := layout.data * layout.context // fewer) > 1:
+                yield from _copies_traffic(trained, copies, batch)
         return
-    # (stage, group) -> bytes, rounded up as each parameter is cut
-    blocks: Counter[tuple[int, str]] = Counter()
+    # (stage, layer, shards) -> bytes, rounded up as each parameter is cut
+    gathered: Counter[tuple[int, str, int]] = Counter()
+    reduced: Counter[tuple[int, str, int]] = Counter()
     for spec in parts:
-        rows = -(-spec.box.size[0] // layout.shards) * layout.shards
-        group = spec.name.split(".")[1] if spec.name.startswith("blocks.") else ""
-        blocks[spec.stage, group] += rows * spec.box.numel // spec.box.size[0] * number
-    layers = [size for (_, group), size in blocks.items() if group]
-    rest = [size for (_, group), size in blocks.items() if not group]
-    per_layer, per_rest, reduced = map(
+        shards = layout.shards // holders[spec.name]
+        numbers = -(-spec.box.size[0] // shards) * shards * spec.box.numel // spec.box.size[0]
+        group = spec.stage, spec.name.split(".")[1] if spec.name.startswith("blocks.") else "", shards
+        gathered[group] += numbers * number
+        reduced[group] += numbers * wide * is_trained(spec.name)
+    per_layer, per_rest, passes = map(
         int, data_passes(SHARDINGS.index(layout.sharding), layout.pipeline, batch.micro_batches)
     )
-    calls = per_layer * len(layers) + per_rest * len(rest)
-    yield Traffic("data", "all-gather", calls, per_layer * sum(layers) + per_rest * sum(rest), "weights")
-    calls, size = reduced * len(blocks), reduced * sum(blocks.values()) // number * wide
-    yield Traffic("data", "reduce-scatter", calls, size, "gradients")
+    times = {group: per_layer if group[1] else per_rest for group in gathered if group[2] > 1}
+    size = sum(count * gathered[group] for group, count in times.items())
+    yield Traffic("data", "all-gather", sum(times.values()), size, "weights")
+    size = passes * sum(reduced[group] for group in times)
+    yield Traffic("data", "reduce-scatter", passes * len(times), size, "gradients")
     if layout.replicas > 1:
-        yield Traffic("data", "all-reduce", calls, size // layout.shards, "gradients of the copies")
+        size = passes * sum(size // shards for (_, _, shards), size in reduced.items())
+        yield Traffic("data", "all-reduce", passes * len(reduced), size, "gradients of the copies")
 
 
 def with_compression(software: Software, config: ModelConfig, scheme: str, rank: int) -> Software:

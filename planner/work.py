@@ -8,6 +8,7 @@ import numpy as np
 
 from ..models.config import GPTConfig, ModelConfig
 from .layout import Layout, Sharding
+from .software import Software
 
 Number = Any
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
@@ -117,20 +118,24 @@ def layer_parameters(config: ModelConfig) -> tuple[float, float]:
     return experts, config.block_parameters() + config.expert_parameters() / config.layers - experts
 
 
-def copies_of_experts(layouts: Layouts) -> Number:
-    """Processes of a stage that hold the same experts, and among which their optimizer is sharded."""
-    return np.maximum(layouts.data * layouts.context * layouts.tensor / layouts.expert, 1)
+def copies_of_experts(layouts: Layouts, software: Software) -> Number:
+    """Processes of a stage that sum the gradients of the same experts, or shard them. Other programs count tensor ranks
+    among them; those of our engine hold what they route their part of a row through.
+    """
+    tensor = layouts.tensor if software.layer_sums else 1
+    return np.maximum(layouts.data * layouts.context * tensor / layouts.expert, 1)
 
 
-def owned_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:
+def owned_parameters(
+    config: ModelConfig, layouts: Layouts, software: Software, place: int | None = None
+) -> Number:
     """Parameters whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
     held, shards = held_parameters(config, layouts, place), layouts.shards
     if not (experts := layer_parameters(config)[0]):
         return held / shards
     experts = layers_on(config, layouts)[place or 0] * experts / layouts.expert
-    return (held - experts) / shards + experts / np.where(
-        shards > 1, np.minimum(shards, copies_of_experts(layouts)), 1
-    )
+    copies = np.minimum(shards, copies_of_experts(layouts, software) / layouts.replicas)
+    return (held - experts) / shards + experts / np.where(shards > 1, copies, 1)
 
 
 def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:

@@ -25,6 +25,7 @@ SIZES = (
     "kv_heads",
     "head_width",
     "mlp_width",
+    "expert_width",
     "dropout",
 )
 HEAD_WIDTH = 8
@@ -83,8 +84,10 @@ def _fewer_processes(given: Layout) -> tuple[Layout, list[str]]:
         degrees = {axis: max(getattr(layout, axis) // 2, 2)}
         if axis == "data" and (degrees["data"] % layout.replicas or degrees["data"] == layout.replicas):
             degrees["replicas"] = 1
+        if axis == "data":
+            degrees["expert"] = math.gcd(layout.expert, degrees["data"])
         layout = dataclasses.replace(layout, **degrees)
-    shrunk = [axis for axis in (*AXES, "replicas") if getattr(layout, axis) != getattr(given, axis)]
+    shrunk = [axis for axis in (*AXES, "replicas", "expert") if getattr(layout, axis) != getattr(given, axis)]
     return layout, [
         f"parallel.{axis} = {getattr(layout, axis)} for {getattr(given, axis)}" for axis in shrunk
     ]

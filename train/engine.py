@@ -32,7 +32,7 @@ from .parallel.sharding import before_backward, sum_gradients
 from .parallelize import parallelize
 from .precision import computing_dtype, wide_dtype
 from .routers import Routers
-from .shards import LocalShard, local_shards, make_master
+from .shards import LocalShard, local_shards, make_master, summed_over
 from .stage import Stage, remove_other_stages
 
 SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
@@ -103,12 +103,12 @@ class Engine:
             elif held != self.wide:
                 for local in self.local_shards:
                     local.value = make_master(local.computed)
-            trained = [local.parameter for local in self.local_shards if local.parameter.requires_grad]
             # gradients of 16-bit weights are added up in fp32, those of copies where their sum reads them
             added_up = copies or (not self.sharded and self.dtype != self.wide)
-            self.buffer = None
+            self.buffers: list[GradientBuffer] = []  # one for each axis over which they are summed
             if added_up and not (offload and self.layout.world == 1):
-                self.buffer = GradientBuffer(trained, self.dtype if offload else self.wide, mesh.gradient)
+                for axis, trained in summed_over(self.local_shards, mesh):
+                    self.buffers.append(GradientBuffer(trained, self.dtype if offload else self.wide, axis))
 
     @classmethod
     def holding(cls, model: Model, precision: str, device: torch.device) -> "Engine":
@@ -138,8 +138,8 @@ class Engine:
         inverse_counts = self._inverse_counts(batch) if batch.agreed is None else batch.agreed
         for stage in self.stages:
             stage.load(micro_batches, inverse_counts, loss_scale)
-        if self.buffer is not None and self.communication_hook is None:
-            self.buffer.expect(len(micro_batches))
+        for buffer in self.buffers if self.communication_hook is None else ():
+            buffer.expect(len(micro_batches))
         if self.offload is not None and self.layout.world == 1:
             self.offload.micro_batches = len(micro_batches)
         if self.layout.pipeline > 1:
@@ -218,10 +218,10 @@ class Engine:
             local.take_gradient()
         if self.communication_hook is not None:
             self.communication_hook.sum_gradients(self.gradients())
-        elif self.buffer is not None:
-            self.buffer.finish()
-            if self.mesh.gradient.group is not None:
-                self.communicator.count_all_reduce(self.buffer.flat.nbytes)
+        else:
+            for buffer in self.buffers:
+                buffer.finish()
+                self.communicator.count_all_reduce(buffer.flat.nbytes, buffer.axis)
         sum_gradients(_gradients(self.partial), self.mesh.tensor)
         if self._tied_apart:
             self._sum_tied()
@@ -330,8 +330,8 @@ class Engine:
             local.parameter.grad = local.computed.grad = None
             if self.offload is None:  # which sets and forgets those of its masters itself
                 local.value.grad = None
-        if self.buffer is not None:  # whose gradients are there again, as zeros
-            self.buffer.zero()
+        for buffer in self.buffers:  # whose gradients are there again, as zeros
+            buffer.zero()
 
     @torch.no_grad()
     def fill(self, values: Values | None = None) -> None:

@@ -8,6 +8,7 @@ process ever holds more than its part.
 from .compile import compile_stage
 from .float8 import convert_products
 from .loss import pad_vocabulary
+from .parallel.experts import share_experts
 from .parallel.mesh import Mesh
 from .parallel.sharding import shard_stage
 from .parallel.tensor import apply_tensor_parallel
@@ -22,6 +23,7 @@ def parallelize(
     """Cut, change and wrap a stage of the model by the recipe's words for it."""
     model, trunk = stage.model, stage.trunk  # with its heads, and what has the blocks
     apply_tensor_parallel(model, mesh.tensor, recomputing == "full")  # cut layers in place of plain ones
+    share_experts(trunk, mesh.expert)  # each process its part of them, and their rows sent there
     pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
     # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
     convert_products(trunk, matmul)  # fp8, in the layers that the tensor axis left

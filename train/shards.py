@@ -1,12 +1,13 @@
 """What this process holds of each parameter of its stages: the box that the layout's table says, and its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..planner.tables import Box, Coordinates, ShardSpec, make_shard_spec
+from ..planner.tables import Box, Coordinates, ShardSpec, is_of_experts, make_shard_spec
+from .parallel.mesh import Axis, Mesh
 from .precision import wide_dtype
 from .stage import Stage
 
@@ -64,6 +65,21 @@ def local_shards(stage: Stage, shapes: Mapping[str, tuple[int, ...]]) -> Iterato
             computed = nn.Parameter(part[:rows], parameter.requires_grad)
         assert tuple(computed.shape) == spec.box.size, (name, tuple(computed.shape), spec.box)
         yield LocalShard(spec, parameter, computed, computed)
+
+
+def summed_over(shards: Iterable[LocalShard], mesh: Mesh) -> Iterator[tuple[Axis, list[nn.Parameter]]]:
+    """The trained parameters, by the axis over which their copies sum gradients: experts that processes share have
+    fewer copies.
+    """
+    others: list[nn.Parameter] = []
+    experts: list[nn.Parameter] = []
+    for local in shards:
+        if local.parameter.requires_grad:
+            shared = mesh.expert.size > 1 and is_of_experts(local.name)
+            (experts if shared else others).append(local.parameter)
+    yield from (
+        (axis, part) for axis, part in ((mesh.gradient, others), (mesh.expert_gradient, experts)) if part
+    )
 
 
 def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:

@@ -33,13 +33,15 @@ KINDS = {
 KINDS |= {"all_gather_single_": "all-gather", "reduce_scatter_single_": "reduce-scatter"}
 KINDS |= {"alltoall_base_": "all-to-all", "allgather_": "all-gather"}
 SMALL = 64  # bytes: counts, losses and the norm
+FIGURES = 400  # bytes: those, and the figures of four layers' routers
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind: calls and the bytes of the largest tensor of each."""
+    """Counts collectives by kind: calls and the bytes of the largest tensor of each; of an all-to-all what is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, small: int = SMALL) -> None:
         super().__init__()
+        self.small = small
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
@@ -48,13 +50,14 @@ class Collectives(TorchDispatchMode):
     ) -> Any:
         namespace, name = function.name().split("::")
         if namespace == "c10d":
+            kind = KINDS.get(name.split(".")[0], name)
+            given = args[1] if kind == "all-to-all" else args
             size = max(
                 tensor.nbytes
-                for tensor in torch.utils._pytree.tree_leaves(args)
+                for tensor in torch.utils._pytree.tree_leaves(given)
                 if isinstance(tensor, torch.Tensor)
             )
-            kind = KINDS.get(name.split(".")[0], name)
-            if size > SMALL and kind != "recv_":
+            if size > self.small and kind != "recv_":
                 self.calls[kind] += 1
                 self.bytes[kind] += size
         return function(*args, **(kwargs or {}))
@@ -68,7 +71,7 @@ def count(case: Case) -> tuple[int, dict[str, int], dict[str, int], int]:
     engine.fill()
     for step in range(2):  # the second is steady: the first may gather what a later one finds gathered
         batch = own_rows(case, engine, step)
-        with Collectives() as seen:
+        with Collectives(FIGURES if engine.routers.names else SMALL) as seen:
             engine.accumulate(batch, step)
         engine.discard()
     parameters = sum(local.value.numel() for local in engine.local_shards)
@@ -197,6 +200,7 @@ def test_numbers_of_the_optimizer_are_those_of_the_recipe() -> None:
     assert sizes["muon"] < sizes["adamw"]
 
 
+EXPERTS = {"bias": False, "gated": True, "experts": 8, "shared_experts": 1, "balance_bias": True}
 CASES = [
     Case("tensor", Layout(tensor=2)),
     Case("bert tensor", Layout(tensor=2), family="bert", micro_rows=16),
@@ -218,6 +222,14 @@ CASES = [
     Case("zero1 hybrid", Layout(data=4, sharding="zero1", replicas=2)),
     Case("pipeline x replicated", Layout(pipeline=2, data=2)),
     Case("v x tensor", Layout(pipeline=2, tensor=2, schedule="zero-bubble-v", stages_per_process=2)),
+    Case("experts", Layout(data=4, expert=2), model=EXPERTS),
+    Case("experts x tensor x full", Layout(data=2, expert=2, tensor=2, sharding="full"), model=EXPERTS),
+    Case(
+        "bf16 experts x hybrid",
+        Layout(data=8, expert=2, sharding="zero1", replicas=2),
+        model=EXPERTS,
+        precision="bf16",
+    ),
 ]
 
 
@@ -241,9 +253,10 @@ def test_a_llama_layer_gathers_each_input_once(recompute: str, calls: int) -> No
 def test_counted_is_printed(case: Case) -> None:
     warm()
     layout, config = case.layout, case.config
-    if layout.data == 3:
+    if ROWS // layout.data % case.micro_rows or layout.data == 3:
         case = Case(**{**case.__dict__, "micro_rows": 1})
     ranks = run_ranks(layout.world, lambda: count(case))
+    exchanged = 0  # what a process sends of the rows of experts is up to the router, what all send is not
     micro_batches = ROWS // layout.data // case.micro_rows
     for rank, (parameters, calls, sizes, predicted) in enumerate(ranks):
         tensor, data = rank % layout.tensor, rank // (layout.tensor * layout.context) % layout.data
@@ -267,7 +280,9 @@ def test_counted_is_printed(case: Case) -> None:
             assert 0 < split <= micro_batches * config.layers
             printed_calls["all-gather"] += split
             printed_bytes["all-gather"] += split * case.micro_rows * LENGTH * config.width * 8
+        exchanged += sizes.pop("all-to-all", 0) - printed_bytes.pop("all-to-all", 0)
         assert (calls, sizes) == (dict(printed_calls), dict(printed_bytes))
+    assert exchanged == 0
 
 
 def test_memory_falls_with_every_axis_that_cuts() -> None:

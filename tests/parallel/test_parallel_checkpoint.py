@@ -134,6 +134,28 @@ def test_resumes_in_another_layout(family: str, saved: str, resumed: str, tmp_pa
     assert_close(run(resumed, tmp_path, 2, 4, family=family), expected(family)[2:])
 
 
+EXPERTS = {"bias": False, "gated": True, "experts": 4, "expert_width": 40, "balance_bias": True}
+EXPERT_AXES = (
+    Layout(),
+    Layout(data=2, expert=2),
+    Layout(data=4, expert=4, sharding="full"),
+    Layout(data=4, expert=2, sharding="zero1", replicas=2),
+    Layout(),
+)
+
+
+def test_experts_go_on_over_another_expert_axis(tmp_path: Path) -> None:
+    """From 1 process for the experts to 2, 4 and back, a step in each."""
+    case = replace(CASE, steps=len(EXPERT_AXES), model=EXPERTS)
+    found = []
+    for step, layout in enumerate(EXPERT_AXES):
+        here = replace(case, layout=layout)
+        found += run_ranks(
+            layout.world, lambda here=here, step=step: train(here, tmp_path, step, step + 1, True)
+        )[0]
+    assert_close(found, reference(case).steps)
+
+
 def save_and_tell(case: Case, directory: Path, damaged: bool) -> tuple[list[str], list[str]]:
     """(tensor files that this process read back, what it was told went wrong); one byte of the second's is changed on
     the way to the disk when `damaged`.

@@ -248,8 +248,40 @@ def load_of_a_part(engine: Engine) -> None:
     routers.reduced = lambda x, axis: x
 
 
+def wrong_split(engine: Engine) -> None:
+    """The rows are divided among processes as if each expert had those of the next."""
+    for block in engine.stages[0].model.blocks.values():
+        experts = block.mlp.experts
+        experts.forward = lambda x, counts, forward=experts.forward: forward(x, counts.roll(1))
+
+
+def answers_to_others(engine: Engine) -> None:
+    """Answers come back in the order in which they were computed, by expert and not by process."""
+    import throughline.train.parallel.experts as experts
+
+    transposed = experts._transposed
+    experts._transposed = lambda x, counts: transposed(x, counts) if counts.is_contiguous() else x
+
+
+def experts_summed_with_the_rest(engine: Engine) -> None:
+    """Gradients of experts are summed over all data processes, which hold different ones."""
+    for buffer in engine.buffers:
+        buffer.axis = engine.mesh.gradient
+
+
+def experts_left_out_of_the_norm(engine: Engine) -> None:
+    """The norm counts the experts of the first process alone."""
+    for local in engine.local_shards:
+        if ".mlp.experts." in local.name and engine.mesh.expert.rank:
+            local.spec = replace(local.spec, primary=False)
+
+
 PLANTED_IN_EXPERTS = {
-    forgotten_shared_expert: (Layout(data=2), "loss"),
+    wrong_split: (Layout(data=2, expert=2), "loss"),
+    answers_to_others: (Layout(data=2, expert=2), "loss"),
+    experts_summed_with_the_rest: (Layout(data=2, expert=2), "gradient"),
+    experts_left_out_of_the_norm: (Layout(data=2, expert=2, sharding="zero1"), "norm"),
+    forgotten_shared_expert: (Layout(data=2, expert=2), "loss"),
     own_load: (Layout(data=2), "parameter"),
     load_of_a_part: (Layout(tensor=2), "gradient"),
 }
@@ -273,20 +305,22 @@ def stale_copy(engine: Engine) -> None:
 
 
 def reduced_in_16_bits(engine: Engine) -> None:
-    finish = engine.buffer.finish
+    (buffer,) = engine.buffers
+    finish = buffer.finish
 
     def rounded() -> None:
-        engine.buffer.flat.copy_(engine.buffer.flat.bfloat16())
+        buffer.flat.copy_(buffer.flat.bfloat16())
         finish()
 
-    engine.buffer.expect = lambda passes: None  # no sum begins before
-    engine.buffer.finish = rounded
+    buffer.expect = lambda passes: None  # no sum begins before
+    buffer.finish = rounded
 
 
 def one_bucket_left_out(engine: Engine) -> None:
-    flat = engine.buffer.flat
-    engine.buffer.expect = lambda passes: None
-    engine.buffer.finish = lambda: engine.mesh.gradient.all_reduce(flat[: len(flat) // 2])
+    (buffer,) = engine.buffers
+    flat = buffer.flat
+    buffer.expect = lambda passes: None
+    buffer.finish = lambda: engine.mesh.gradient.all_reduce(flat[: len(flat) // 2])
 
 
 PLANTED_IN_16_BITS = {

@@ -36,7 +36,7 @@ def test_memory_is_that_of_all_experts_over_the_expert_axis() -> None:
         layouts = Layouts(data=8, expert=expert, sharding=1)
         assert held_parameters(MIXTRAL, layouts) == pytest.approx(whole - routed + routed / expert)
         # every parameter is updated once, whoever holds it
-        assert 8 * owned_parameters(MIXTRAL, layouts) == pytest.approx(whole)
+        assert 8 * owned_parameters(MIXTRAL, layouts, OURS) == pytest.approx(whole)
 
 
 def test_rows_are_sent_to_every_expert_of_a_token_and_back() -> None:

@@ -4,6 +4,9 @@ While a block is compiled they are torch's functional ones, which a graph may ho
 as an operation of its own. Eagerly they are those of `torch.distributed`, which cost less to start.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +21,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
 # what torch.distributed's own tensors call; without them what sends over the tensor axis is not compiled
 FIT_A_GRAPH = all(hasattr(torch.ops._c10d_functional, name) for name in _OPERATIONS)
+
+
+Exchanged = Callable[[Tensor, Axis], Tensor]
 
 
 class Gathering:
@@ -66,6 +72,19 @@ def reduced(x: Tensor, axis: Axis, how: str = "sum") -> Tensor:
     if is_compiling():
         return _waited(torch.ops._c10d_functional.all_reduce(x, how, axis.group_name), None)
     return axis.all_reduce(x.contiguous().clone(), getattr(dist.ReduceOp, how.upper()))
+
+
+class Exchange(torch.autograd.Function):
+    """What `there` makes of a tensor over an axis, and `back` of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, there: Exchanged, back: Exchanged) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.axis), None, None, None
 
 
 def _waited(x: Tensor, work: dist.Work | None) -> Tensor:

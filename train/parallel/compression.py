@@ -39,17 +39,17 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum in place."""
-        self.count_all_reduce(x.nbytes)
+        self.count_all_reduce(x.nbytes, self.axis)
         return self.axis.all_reduce(x)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum these in place."""
         sum_gradients(tensors, self.axis)
-        self.count_all_reduce(sum(tensor.nbytes for tensor in tensors))
+        self.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self.axis)
 
-    def count_all_reduce(self, nbytes: int) -> None:
-        """Count a sum of so many bytes over the axis, done here or elsewhere."""
-        self.bytes_sent += 2 * nbytes * (self.axis.size - 1) / self.axis.size
+    def count_all_reduce(self, nbytes: int, axis: Axis) -> None:
+        """Count a sum of so many bytes over an axis, done here or elsewhere."""
+        self.bytes_sent += 2 * nbytes * (axis.size - 1) / axis.size
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Row r goes to process r; row r of the result comes from it."""

@@ -63,6 +63,11 @@ class Mesh:
     gradient: Axis = ALONE  # data x context: everyone whose gradients of the same weights are summed
     replica: Axis = ALONE  # of those, holders of the same shard
     shard: Axis = ALONE  # of those, holders of the other shards of one copy
+    expert: Axis = ALONE  # neighbours on the data axis, which share the experts
+    # the same three of a process's experts: among those that hold equal ones
+    expert_gradient: Axis = ALONE
+    expert_replica: Axis = ALONE
+    expert_shard: Axis = ALONE
     ends: Axis = ALONE  # first and last pipeline stage of one place, which both hold a tied embedding
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -72,16 +77,20 @@ class Mesh:
         ]
         return list({id(group): group for group in held}.values())
 
-    def sharding_mesh(self) -> DeviceMesh | None:
-        """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is."""
-        if self.shard.group is None:
+    def sharding_mesh(self, experts: bool = False) -> DeviceMesh | None:
+        """The mesh for `fully_shard`, of the experts or of all else: one dim, or (replica, shard) for hybrid sharding;
+        None when nothing is sharded.
+        """
+        replica, shard = (self.expert_replica, self.expert_shard) if experts else (self.replica, self.shard)
+        if shard.group is None:
             return None
         kind = self.device.type
-        if self.replica.group is None:
-            return DeviceMesh.from_group(self.shard.group, kind, mesh_dim_names=("shard",))
-        both = _ranks(self.layout)[self.pipeline.rank, :, :, :, self.tensor.rank]
-        ranks = torch.from_numpy(both.reshape(self.replica.size, self.shard.size))
-        groups = [self.replica.group, self.shard.group]
+        if replica.group is None:
+            return DeviceMesh.from_group(shard.group, kind, mesh_dim_names=("shard",))
+        which = self.expert.rank if experts else slice(None)
+        both = _ranks(self.layout)[self.pipeline.rank, :, :, which, :, self.tensor.rank]
+        ranks = torch.from_numpy(both.reshape(replica.size, shard.size))
+        groups = [replica.group, shard.group]
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replica", "shard"))
 
 
@@ -131,9 +140,10 @@ def processes_here() -> int:
 
 
 def _ranks(layout: Layout) -> np.ndarray:
-    """Global ranks by (pipeline, replica, shard, context, tensor): those that talk most are neighbours."""
-    replicas = layout.data if layout.sharding == "replicated" else layout.replicas
-    shape = (layout.pipeline, replicas, layout.data // replicas, layout.context, layout.tensor)
+    """Global ranks by (pipeline, replica, shard, expert, context, tensor): those that talk most are neighbours."""
+    data = layout.data // layout.expert
+    replicas = data if layout.sharding == "replicated" else layout.replicas
+    shape = (layout.pipeline, replicas, data // replicas, layout.expert, layout.context, layout.tensor)
     return np.arange(layout.world).reshape(shape)
 
 
@@ -150,12 +160,16 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
     sharded = layout.sharding != "replicated"
     dims = {
         "pipeline": (0,),
-        "data": (1, 2),
-        "context": (3,),
-        "tensor": (4,),
-        "gradient": (1, 2, 3),
-        "replica": (1,) if sharded else (1, 2, 3),
-        "shard": (2, 3) if sharded else (),
+        "data": (1, 2, 3),
+        "context": (4,),
+        "tensor": (5,),
+        "gradient": (1, 2, 3, 4),
+        "replica": (1,) if sharded else (1, 2, 3, 4),
+        "shard": (2, 3, 4) if sharded else (),
+        "expert": (3,),
+        "expert_gradient": (1, 2, 4),
+        "expert_replica": (1,) if sharded else (1, 2, 4),
+        "expert_shard": (2, 4) if sharded else (),
     }
     parts = {}  # of each axis its lines, of which each process is on one
     for name, free in dims.items():
@@ -166,20 +180,22 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
     made: dict[str, Axis] = {}
     axes = {}
     for name, ranks in parts.items():
-        if (key := str(ranks.tolist())) not in made:  # two axes with the same members are one group
-            made[key] = _axis(ranks.tolist(), rank, limit)
+        # `fully_shard` wants a group also for experts that nobody else holds
+        lone = sharded and layout.expert > 1 and name == "expert_shard" and ranks.shape[1] == 1
+        if (key := str((ranks.tolist(), lone))) not in made:  # two axes with the same members are one group
+            made[key] = _axis(ranks.tolist(), rank, limit, lone)
         axes[name] = made[key]
     world = Axis(layout.world, rank, tuple(range(layout.world)), dist.group.WORLD)
     return Mesh(layout, device, rank, world, **axes)
 
 
-def _axis(parts: list[list[int]], rank: int, limit: timedelta) -> Axis:
-    """The axis whose lines are these ranks, one line of which may be this process's. Every process makes the same
-    axes in the same order, so none waits in a circle.
+def _axis(parts: list[list[int]], rank: int, limit: timedelta, lone: bool = False) -> Axis:
+    """The axis whose lines are these ranks, one line of which may be this process's; of one process without a group,
+    unless `lone`. Every process makes the same axes in the same order, so none waits in a circle.
     """
     mine = next((ranks for ranks in parts if rank in ranks), [])
     group = None
-    if len(parts[0]) == 1:
+    if len(parts[0]) == 1 and not lone:
         return Axis(ranks=(rank,))
     if len(parts) == 1 and len(mine) == dist.get_world_size():
         group = dist.group.WORLD

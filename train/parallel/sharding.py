@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...models.experts import RoutedFeedForward
 from ...planner.layout import Layout
 from ...planner.tables import bucket_slices
 from .mesh import Axis, Mesh
@@ -44,6 +45,9 @@ def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, compu
     layout = mesh.layout
     free = layout.sharding == "full" and layout.pipeline == 1
     for block in blocks:
+        if mesh.expert.group is not None and isinstance(block.mlp, RoutedFeedForward):
+            among = mesh.sharding_mesh(experts=True)
+            fully_shard(block.mlp.experts, mesh=among, reshard_after_forward=free, mp_policy=policy)
         fully_shard(block, mesh=device_mesh, reshard_after_forward=free, mp_policy=policy)
     fully_shard(stage, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in stage.modules():

@@ -20,12 +20,11 @@ from torch.nn import functional as F
 
 from ...models.linear import linear
 from ...planner.tables import even_part, tensor_box, tensor_placement
-from .collectives import Gathering, Scattering, reduced
+from .collectives import Exchange, Gathering, Scattering, reduced
 from .mesh import Axis
 
 Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
 Product = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
-Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Which) -> Tensor:
@@ -100,19 +99,6 @@ class _Row(torch.autograd.Function):
         return grad_input, grad_weight, None, None
 
 
-class _Exchange(torch.autograd.Function):
-    """What `there` makes of a tensor over an axis, and `back` of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, there: Exchange, back: Exchange) -> Tensor:
-        ctx.axis, ctx.back = axis, back
-        return there(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, ctx.axis), None, None, None
-
-
 def _gather(x_BPW: Tensor, axis: Axis) -> Tensor:
     return Gathering(x_BPW, 1, axis).wait()
 
@@ -132,17 +118,17 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) before a matrix cut by outputs: the partial gradients are summed, each keeps its part."""
-    return _Exchange.apply(x_BPW, axis, _gather, _scatter)
+    return Exchange.apply(x_BPW, axis, _gather, _scatter)
 
 
 def gather_same(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) for heads that every process computes alike: each keeps its part of the gradient."""
-    return _Exchange.apply(x_BPW, axis, _gather, _own_part)
+    return Exchange.apply(x_BPW, axis, _gather, _own_part)
 
 
 def sum_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Before a cut matrix whose input every process has whole: backward sums the gradients of the parts."""
-    return _Exchange.apply(x, axis, _same, reduced)
+    return Exchange.apply(x, axis, _same, reduced)
 
 
 class _CutLinear(nn.Module):
@@ -193,7 +179,7 @@ class VocabularyEmbedding(nn.Module):
         local_BS = ids_BS - self.first_id
         held_BS = (local_BS >= 0) & (local_BS < self.words)
         x_BSW = F.embedding(local_BS.where(held_BS, 0), self.weight) * held_BS[..., None]
-        return _Exchange.apply(x_BSW, self.axis, _scatter, _gather)
+        return Exchange.apply(x_BSW, self.axis, _scatter, _gather)
 
 
 class SequenceEmbedding(nn.Module):
@@ -220,7 +206,7 @@ class HeadsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # every process's heads hang on the sum, so its gradient is summed over them too
-        squares = _Exchange.apply(wide.square().sum(-1, keepdim=True), self.axis, reduced, reduced)
+        squares = Exchange.apply(wide.square().sum(-1, keepdim=True), self.axis, reduced, reduced)
         return (wide * torch.rsqrt(squares / self.whole + self.eps) * self.weight).to(x.dtype)
 
 

@@ -256,6 +256,8 @@ class ParallelSection(Section):
     """Processes in a row, each with stages of consecutive layers."""
     context: int = Field(default=1, gt=0)
     """Processes that share each row in attention too."""
+    expert: int = Field(default=1, gt=0)
+    """Of the data processes so many neighbours share the experts of each layer: no factor of the number of all."""
     sharding: Literal["replicated", "zero1", "zero2", "full"] = "replicated"
     """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
     replicas: int = Field(default=1, gt=0)
