@@ -1,4 +1,4 @@
-"""Write docs/cli.md, docs/recipe.md and docs/models.md from the program itself: python docs/make_reference.py [--check]."""
+"""Write docs/cli.md, docs/recipe.md, docs/models.md and docs/task-file.md from the program itself: python docs/make_reference.py [--check]."""
 
 import dataclasses
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 from make_models import models_page
+from make_tasks import tasks_page
 from throughline.cli.main import VERBS, main
 from throughline.core.recipe import describe
 from throughline.models.config import BERTConfig, GPTConfig
@@ -103,7 +104,8 @@ def rows(fields: Iterable[tuple[str, str, str, str]]) -> list[str]:
 
 def main_() -> int:
     stale = []
-    for name, text in (("cli.md", cli_page()), ("recipe.md", recipe_page()), ("models.md", models_page())):
+    pages = {"cli": cli_page(), "recipe": recipe_page(), "models": models_page(), "task-file": tasks_page()}
+    for name, text in ((f"{page}.md", text) for page, text in pages.items()):
         if "--check" not in sys.argv:
             (HERE / name).write_text(text)
         elif not (HERE / name).exists() or (HERE / name).read_text() != text:

@@ -5,6 +5,7 @@ same report.
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -393,3 +394,20 @@ def test_fresh_asks_again(
     capsys.readouterr()
     assert evaluate_one(replace(asked, fresh=True)) == first and "kept" not in capsys.readouterr().err
     assert evaluate_one(other) != second and "3 of 3 answers are kept" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_on_task_files_runs(
+    small_directory: Path, root: Path, tmp_path: Path
+) -> None:
+    """From the page alone: its records, its file; two questions of three choices, scored by both metrics."""
+    page = (root / "docs" / "task-file.md").read_text()
+    records, task = (re.search(f"```{form}\n(.*?)```", page, re.S)[1] for form in ("json", "toml"))
+    (tmp_path / "data" / "rivers").mkdir(parents=True)
+    (tmp_path / "data" / "rivers" / "test.jsonl").write_text(records)
+    (tmp_path / "rivers.toml").write_text(task)
+    asked = {"data_dir": tmp_path / "data", "out": tmp_path / "scores"}
+    for shots in (0, 1):
+        found, _ = evaluate_one(Request(small_directory, str(tmp_path / "rivers.toml"), shots=shots, **asked))
+        (summary,) = found["tasks"]
+        assert (summary["n"], list(summary["metrics"])) == (2, ["acc", "acc_norm"])
+        assert summary["metrics"]["acc"]["random"] == pytest.approx(1 / 3)
