@@ -89,7 +89,7 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
     if pareto:
         lines += ["", *pareto_lines(days_by_chips(found, run))]
     if out:
-        write_plan(out, found, facts, run)
+        write_plan(out, found, facts | {"model": options["model"]}, run)
         lines += ["", f"plan in {out}: open {out / 'plan.html'}"]
     console.result(facts, lines)
 
@@ -219,7 +219,7 @@ def compare(choices: tuple[str, ...], by: str, out: Path | None, **options: Any)
         found.append((text, search, fitting(search).best[0], make_run(options, recipe)))
     facts, lines = compared(found, by)
     if out:
-        write_comparison(out, facts)
+        write_comparison(out, facts | {"model": options["model"]})
         lines += ["", f"page in {out}: open {out / 'compare.html'}"]
     console.result(facts, lines)
 

@@ -5,6 +5,7 @@ browser without scripts gets the tables and the last value of every series.
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,9 +109,9 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
     import jinja2
     from markupsafe import Markup
 
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _file("page.html")
-    )
+    forms = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    forms.tests["figure"] = is_figure
+    template = forms.from_string(_file("page.html"))
     parts = [part for part in parts if part.filled]
     plots = any(part.shown for part in parts)
     return template.render(
@@ -122,6 +123,11 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
         raw=Markup,
         shown=cell,
     )
+
+
+def is_figure(value: Any) -> bool:
+    """Whether a table sets this to the right: a number, as such or written out, or none."""
+    return re.fullmatch(r"-|[-+]?[\d.,]+%?", cell(value)) is not None
 
 
 def made_here() -> str:

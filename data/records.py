@@ -170,10 +170,11 @@ def table(file: Iterable[str], path: Path, delimiter: str) -> Iterator[Record]:
         )
     for row in filter(None, rows):  # blank lines are no rows
         if len(row) != len(header):
-            why = f"{len(row)} cells, the header has {len(header)}"
-            raise Failed(
-                "a row of another width", where=f"{path}:{rows.line_num}", why=why, fix="mend that line"
-            )
+            why = f"cells: {len(row)}; columns: {len(header)} ({', '.join(header)})"
+            fix = 'a cell with a comma or a line break stands in quotation marks: "one, two"'
+            if delimiter == "\t":
+                fix = "a cell holds no tab and no line break; a text that does goes into .jsonl or .csv"
+            raise Failed("a row of another width", where=f"{path}:{rows.line_num}", why=why, fix=fix)
         yield Record(f"{path}:{rows.line_num}", dict(zip(header, row)))
 
 

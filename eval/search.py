@@ -6,10 +6,10 @@
 
 The form is that of Thakur et al. 2021, "BEIR"; the metrics are trec_eval's, as BEIR reports them. Both scores of a
 query are brought to [0, 1] over the corpus and added, the embeddings' with a weight (Bruch et al. 2022, "An Analysis of
-Fusion Functions for Hybrid Retrieval"). A text longer than the model's context is several; the nearest counts.
+Fusion Functions for Hybrid Retrieval") that other queries may choose. A text longer than the model's context is
+several; the nearest counts.
 """
 
-import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,13 @@ import numpy as np
 from ..core.backend import AUTO, BackendOptions
 from ..core.errors import MissingExtra, WrongUse
 from ..core.files import json_lines
+from ..data.records import table
 from ..inference.serving.encoding import Reader, embed
 from ..inference.serving.texts import open_text_model
 
 NDCG_AT, RECALL_AT = 10, (5, 10, 100)
+QRELS = ("query-id", "corpus-id", "score")
+WEIGHTS = tuple(share / 20 for share in range(21))  # of the embeddings, that queries choose from
 WORDS, VECTORS, BOTH = "words (BM25)", "embeddings", "both"
 Scores = Callable[[str], np.ndarray]  # of a query, over the documents
 
@@ -45,19 +48,31 @@ def read_collection(folder: Path, split: str = "test") -> Collection:
                 "a folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv; --split names another split"
             )
             raise WrongUse("no folder in BEIR's form", where=path, why="it is not there", fix=fix)
-    documents = {
-        str(row["_id"]): f"{row.get('title', '')} {row['text']}".strip() for _, row in json_lines(corpus)
-    }
-    queries = {str(row["_id"]): row["text"] for _, row in json_lines(folder / "queries.jsonl")}
+    documents, queries = _texts(corpus), _texts(folder / "queries.jsonl")
     relevant: dict[str, dict[str, int]] = {}
     with open(file, encoding="utf-8", newline="") as lines:
-        for query, document, grade in list(csv.reader(lines, delimiter="\t"))[1:]:
+        for place, row in ((record.where, record.data) for record in table(lines, file, "\t")):
+            query, document, grade = (row.get(name, "") for name in QRELS)
+            if not grade.removeprefix("-").isdecimal():
+                why = f"it has {', '.join(row)}; the score {grade!r} is no whole number"
+                raise WrongUse("no line of qrels", where=place, why=why, fix=f"columns {', '.join(QRELS)}")
             if document not in documents or query not in queries:
-                raise WrongUse(
-                    f"{document} or {query} is in no line of the corpus or the queries", where=file
-                )
+                fix = "ids are those of `_id` in corpus.jsonl and queries.jsonl"
+                raise WrongUse(f"no document {document!r} or no query {query!r}", where=place, fix=fix)
             relevant.setdefault(query, {})[document] = int(grade)
+    if not relevant:
+        raise WrongUse("no query is asked", where=file, fix=f"a header and lines of {', '.join(QRELS)}")
     return Collection(documents, {query: queries[query] for query in relevant}, relevant)
+
+
+def _texts(path: Path) -> dict[str, str]:
+    """The title and text of every line by its id. Raises WrongUse for a line without an id or a text."""
+    texts = {}
+    for place, row in json_lines(path):
+        if "_id" not in row or not isinstance(row.get("text"), str):
+            raise WrongUse("no `_id` or no `text`", where=place, why=f"it has {', '.join(row)}")
+        texts[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
+    return texts
 
 
 def by_words(texts: Sequence[str]) -> Scores:
@@ -124,12 +139,22 @@ def metrics(order: Sequence[str], grades: dict[str, int]) -> dict[str, float]:
     return named
 
 
+def chosen_weight(collection: Collection, words: Scores, vectors: Scores) -> float:
+    """The weight of the highest nDCG over the collection's queries, the smallest of equals."""
+    names, totals = np.array(list(collection.documents)), np.zeros(len(WEIGHTS))
+    for query, text in collection.queries.items():
+        found = words(text), vectors(text)
+        orders = (np.argsort(-fused(*found, weight), kind="stable")[:NDCG_AT] for weight in WEIGHTS)
+        graded = [metrics(names[order].tolist(), collection.relevant[query]) for order in orders]
+        totals += [each[f"nDCG@{NDCG_AT}"] for each in graded]
+    return WEIGHTS[int(totals.argmax())]
+
+
 def score(
-    collection: Collection, model: Callable[[Sequence[str]], Scores] | None, weight: float
+    collection: Collection, words: Scores, vectors: Scores | None, weight: float
 ) -> dict[str, dict[str, float]]:
-    """The mean metrics over the queries by words, and with a model by its embeddings and by both."""
-    names, texts = np.array(list(collection.documents)), list(collection.documents.values())
-    words, vectors = by_words(texts), model(texts) if model else None
+    """The mean metrics over the queries by words, and with embeddings by these and by both."""
+    names = np.array(list(collection.documents))
     totals: dict[str, dict[str, float]] = {}
     for query, text in collection.queries.items():
         found = {WORDS: words(text)}

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifact import create_artifact
-from ..core.console import table
+from ..core.console import cell, table
 from ..core.errors import WrongUse
-from ..core.page import Bar, Part, page
-from .report import candidate_facts
+from ..core.page import Bar, Part, made_here, page
+from .report import KEY, candidate_facts
 from .run import Run
 from .search import Candidate, Search
 
@@ -90,7 +90,12 @@ def write_comparison(path: Path, facts: dict[str, Any]) -> None:
     found = facts["choices"]
     header = ("", *(choice["name"] for choice in found))
     parts = [
-        Part(f"By {facts['by']}: {found[0]['name']} is best", header=header, rows=comparison_cells(found)),
+        Part(
+            f"By {facts['by']}: {found[0]['name']} is best",
+            note=KEY,
+            header=header,
+            rows=comparison_cells(found),
+        ),
         Part(
             "Why the others lost",
             header=("choice", "reason"),
@@ -99,16 +104,19 @@ def write_comparison(path: Path, facts: dict[str, Any]) -> None:
     ]
     for title, name, unit in (
         ("Days expected", "expected_days", "days"),
-        ("Cost", "cost", ""),
+        ("Cost", "cost", found[0]["run"]["currency"]),
         ("Energy", "kwh", "kWh"),
     ):
         values = {choice["name"]: choice["run"][name] for choice in found}
         if None not in values.values():
             most = max(values.values()) or 1.0
-            bars = [Bar(key, value / most, text=f"{value:,.4g} {unit}") for key, value in values.items()]
+            bars = [Bar(key, value / most, text=f"{cell(value)} {unit}") for key, value in values.items()]
             parts.append(Part(title, bars=bars))
     with create_artifact(path, "plan") as draft:
         (draft.path / "compare.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        note = "Spans take the band of the prediction and the published rates of failures."
-        (draft.path / "compare.html").write_text(page("Choices", parts, note), encoding="utf-8")
+        note = f"Spans take the band of the prediction and the published rates of failures. {made_here()}"
+        (draft.path / "compare.html").write_text(
+            page(f"Choices for {facts['model']}" if "model" in facts else "Choices", parts, note),
+            encoding="utf-8",
+        )
         draft.facts |= {"best": found[0]["name"], "by": facts["by"]}

@@ -13,6 +13,13 @@ from .run import Run, run_facts, run_lines, saves_of
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
 from .work import RECOMPUTES
 
+KEY = (
+    "T tensor, P pipeline, C context, D data, E expert: processes on each axis. micro: rows of a micro-batch. turns: "
+    "stages of each process. zero1, zero2, full: what data processes share of optimizer, gradients and weights. "
+    "recompute: what a backward computes again. offload: the optimizer on the host. MFU counts model FLOPs, HFU those "
+    "that are computed again too."
+)
+
 
 def candidate_facts(search: Search, candidate: Candidate, run: Run) -> dict[str, Any]:
     """Everything about one layout, for JSON, CSV and the page."""

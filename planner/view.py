@@ -16,19 +16,13 @@ from .actions import Action
 from .cost import Step
 from .goodput import SECONDS_PER_DAY
 from .memory import MOMENTS, stage_memory
-from .report import as_csv, asked, halvings, ranked_cells
+from .report import KEY, as_csv, asked, halvings, ranked_cells
 from .run import Run, run_lines, run_seconds
 from .schedule import Event, simulate
 from .search import Candidate, Found, band, find_layouts
 
 MOST_EVENTS = 4000  # drawn; a page with more is slow to open
 WIDTH = 900
-KEY = (
-    "T tensor, P pipeline, C context, D data, E expert: processes on each axis. micro: rows of a micro-batch. turns: "
-    "stages of each process. zero1, zero2, full: what data processes share of optimizer, gradients and weights. "
-    "recompute: what a backward computes again. offload: the optimizer on the host. MFU counts model FLOPs, HFU those "
-    "that are computed again too."
-)
 
 
 def write_plan(path: Path, found: Found, facts: dict[str, Any], run: Run) -> None:
@@ -120,7 +114,7 @@ def plan_page(
     header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
     reasons = [(row["step"], row["reason"]) for row in facts["neighbours"]]
     return page(
-        "Plan",
+        f"Plan of {facts['model']}" if "model" in facts else "Plan",
         [
             Part("Layouts", note=KEY, header=header, rows=cells),
             Part("The whole run", items=[(line.split(": ")[0], line.split(": ", 1)[1]) for line in whole]),

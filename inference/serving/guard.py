@@ -131,7 +131,10 @@ def told(error: ThroughlineError) -> Response:
 
 
 async def _http(request: Request, error: Any) -> Response:
-    return error_response(error.status_code, str(error.detail), headers=error.headers)
+    message = str(error.detail)
+    if message == "Not Found":  # Starlette's own: no route
+        message = f"there is no {request.url.path[:200]}; /openapi.json lists the endpoints, / is a page to try them"
+    return error_response(error.status_code, message, headers=error.headers)
 
 
 async def _ours(request: Request, error: Any) -> Response:

@@ -32,6 +32,7 @@ COMMON = (
     "like our over man me even most made after also did many before must through back years where much your way"
 )
 WORDS = tuple(COMMON.split())
+ONE_READ_S = 1e-4  # events that are nearer came together: no model makes a token in so little
 Ask = dict[str, Any]  # one request: the body without `model`
 
 
@@ -42,7 +43,7 @@ class Seen:
     status: int
     total_s: float
     first_s: float | None = None
-    gaps_s: list[float] = field(default_factory=list)  # between events that brought text
+    gaps_s: list[float] = field(default_factory=list)  # of each event that brought text since the one before
     generated: int = 0
     read: int = 0
     error: str = ""
@@ -145,7 +146,7 @@ class Target:
         return seen
 
     def _read_stream(self, answer: http.client.HTTPResponse, seen: Seen, began_s: float) -> None:
-        last_s: float | None = None
+        times_s: list[float] = []
         while line := answer.readline():
             if not line.startswith(b"data: {"):
                 continue
@@ -156,11 +157,16 @@ class Target:
             if usage := event.get("usage"):
                 seen.generated, seen.read = usage["completion_tokens"], usage["prompt_tokens"]
             if event.get("choices"):
-                if last_s is None:
-                    seen.first_s = now_s - began_s
-                else:
-                    seen.gaps_s.append(now_s - last_s)
-                last_s = now_s
+                times_s.append(now_s)
+        if times_s:
+            seen.first_s, seen.gaps_s = times_s[0] - began_s, waits(times_s)
+
+
+def waits(times_s: Sequence[float]) -> list[float]:
+    """Seconds that each event after the first read took to come, where those of one read share its wait."""
+    firsts = np.flatnonzero(np.diff(times_s, prepend=-np.inf) > ONE_READ_S)
+    counts = np.diff([*firsts, len(times_s)])[1:]
+    return np.repeat(np.diff(np.take(times_s, firsts)) / counts, counts).tolist()
 
 
 def _message(body: bytes) -> str:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.limits import Key, ServerLimits
-from throughline.inference.serving.load import Target, load, seeded
+from throughline.inference.serving.load import Target, load, seeded, waits
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.telemetry import Telemetry
 
@@ -117,3 +117,10 @@ def test_the_page_shows_every_row_and_curve() -> None:
     rows = [{"clients": n, "answered": 3, "not": {}, **rates, **figures} for n in (1, 2)]
     html = plotted(rows, "a & b")
     assert html.count('class="plot"') == 4 and html.count("1,235") == 2 and "a &amp; b" in html
+
+
+def test_events_of_one_read_share_its_wait() -> None:
+    """Three events that came 30 ms after the first, in one read, took 10 ms each; what came with the first, nothing."""
+    times_s = [1.0, 1.00001, 1.03, 1.03002, 1.03003, 1.05]
+    assert waits(times_s) == pytest.approx([0.01, 0.01, 0.01, 0.02], rel=0.01)
+    assert waits([1.0]) == waits([]) == []

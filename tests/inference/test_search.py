@@ -9,7 +9,17 @@ from click.testing import CliRunner
 from sklearn.metrics import ndcg_score
 from throughline.cli.main import main
 from throughline.data.tokenizer import Tokenizer
-from throughline.eval.search import BOTH, VECTORS, WORDS, by_words, fused, metrics
+from throughline.eval.search import (
+    BOTH,
+    VECTORS,
+    WORDS,
+    Collection,
+    by_words,
+    chosen_weight,
+    fused,
+    metrics,
+    score,
+)
 from throughline.inference.serving.encoding import Reader
 from throughline.inference.serving.texts import embed_texts
 
@@ -80,6 +90,43 @@ def test_a_folder_is_searched_by_words_by_embeddings_and_by_both(bert_dir: Path,
     assert all(each["nDCG@10"] == pytest.approx(1.0) for each in found["scores"].values())
     done = CliRunner().invoke(main, ["search", str(tmp_path), "--split", "dev"])
     assert done.exit_code == 2 and "dev.tsv" in done.output
+    words = ["search", str(tmp_path), "--model", str(bert_dir), "--tune"]
+    (tmp_path / "qrels" / "dev.tsv").write_text("query-id\tcorpus-id\tscore\nq0\td0\t1\n")
+    done = CliRunner().invoke(main, [*words, "dev", "--json", "-q"])  # words alone find it: the least weight
+    assert json.loads(done.stdout)["weight"] == 0
+    assert CliRunner().invoke(main, [*words, "test"]).exit_code == 2  # those that choose cannot test
+
+
+def test_the_chosen_weight_is_that_of_the_most_ndcg() -> None:
+    """Words find the first query's document, embeddings the second's; both are found with weights between."""
+    documents = {name: name for name in "abc"}
+    collection = Collection(documents, {"x": "x", "y": "y"}, {"x": {"a": 1}, "y": {"b": 1}})
+    words = {"x": np.array([1.0, 0.0, 0.0]), "y": np.array([0.0, 0.72, 1.0])}
+    vectors = {"x": np.array([0.4, 0.0, 1.0]), "y": np.array([0.0, 1.0, 0.3])}
+    weight = chosen_weight(collection, words.__getitem__, vectors.__getitem__)
+    assert weight == pytest.approx(0.3)  # 0.28 (1 - w) < 0.7 w from 0.286 on
+    found = score(collection, words.__getitem__, vectors.__getitem__, weight)
+    assert found[BOTH]["nDCG@10"] == 1 > max(found[WORDS]["nDCG@10"], found[VECTORS]["nDCG@10"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("qrels/test.tsv", "0 Q0 1 1\n", "no query is asked"),
+        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n0\t0\n", "cells: 2; columns: 3"),
+        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n0\t0\tone\n", "'one' is no whole number"),
+        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n0\t7\t1\n", "no document '7'"),
+        ("corpus.jsonl", '{"id": 0, "text": "a"}\n', "no `_id`"),
+    ],
+)
+def test_a_broken_folder_is_told_with_its_line(name: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "qrels").mkdir()
+    for file in ("corpus.jsonl", "queries.jsonl"):
+        (tmp_path / file).write_text('{"_id": 0, "text": "a"}\n')
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n0\t0\t1\n")
+    (tmp_path / name).write_text(text)
+    done = CliRunner().invoke(main, ["search", str(tmp_path)])
+    assert done.exit_code in (1, 2) and told in done.output and Path(name).name in done.output
 
 
 def test_chunks_and_prompts_are_embedded(bert_dir: Path, tmp_path: Path) -> None:
