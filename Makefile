@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint docs llamacpp rehearse walk reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
+.PHONY: demo test slow lint docs llamacpp clients rehearse walk reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
@@ -14,6 +14,7 @@ help:
 	@echo "make slow           the tests that take minutes or several processes"
 	@echo "make lint           ruff and mypy"
 	@echo "make llamacpp       llama.cpp and gguf, so that the tests of GGUF files run too; builds for minutes"
+	@echo "make clients        LangChain, LlamaIndex and LiteLLM in an environment of their own, so that their tests run too"
 	@echo "make reproduce      reported results beside what this machine measures, predicts or proves (reproduce-NAME: one)"
 	@echo "make docs           the book as HTML in build/book; a broken link is an error"
 	@echo "make walk           every command of the book's pages, in order; make slow does the same with few steps"
@@ -43,6 +44,13 @@ $(VENV)/.installed-test: $(VENV)/.installed
 llamacpp: $(VENV)/.installed-test
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llamacpp]" || \
 		echo "llama-cpp-python does not build here: its tests are skipped"
+
+clients: build/clients/.installed
+
+build/clients/.installed: tests/clients.txt
+	$(PYTHON) -m venv build/clients
+	@build/clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt && touch $@ || \
+		{ rm -rf build/clients; echo "the clients do not install here: their tests are skipped"; }
 
 demo: $(VENV)/.installed
 	@env -u OMP_NUM_THREADS $(BIN)/throughline demo --out $(RUN)

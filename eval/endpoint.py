@@ -71,7 +71,7 @@ class Endpoint:
         found = self.complete(ids, max_tokens=1, echo=True, logprobs=1).logprobs
         logprobs, first = found.token_logprobs if found else [], len(ids) - last
         begins = len(self.decode(ids[:first])) if self.as_text else 0
-        if len(logprobs) < len(ids) or begins and found.text_offset[first] != begins:
+        if len(logprobs) < len(ids) or (begins and found.text_offset[first] != begins):
             why = f"it was asked for those of {len(ids)} tokens and told {len(logprobs)}"
             if self.as_text:
                 why += "; it takes no ids, and may part a text otherwise than the tokenizer"

@@ -23,6 +23,7 @@ from ...models.sentence import MEAN, Sentence, read_sentence
 from ..graphs.calibration import calibrate, read_calibration
 from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
 from ..graphs.graph_probe import check_fusion, first_bad_node, probe
+from ..graphs.onnx_blocks import grouped
 from ..graphs.parity import BOUNDS, Bounds, Case, Score, compare, compare_scores, require
 from ..graphs.real_text import TextRows, compare_on_text, read_rows
 from ..graphs.reference import Adapted, OptimumCausal, at_asked_positions, reference_of
@@ -229,7 +230,7 @@ def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> 
     write_json(graph.parent / "model.json", described)
     special = copy_tokenizer(opened, graph.parent)
     if options.names == "optimum" and isinstance(config, GPTConfig):
-        write_json(graph.with_name("genai_config.json"), genai_config(config, special))
+        write_json(graph.with_name("genai_config.json"), genai_config(config, special, options))
     if options.names == "optimum":
         with suppress(Refused):  # a shape that Hugging Face's classes do not express has no config.json
             write_json(graph.with_name("config.json"), huggingface_of(opened.model)[0])
@@ -245,9 +246,9 @@ def huggingface_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return head_to_huggingface(model) if isinstance(model, BERTWithHead) else to_huggingface(model)
 
 
-def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
+def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOptions) -> Report:
     """What onnxruntime-genai reads beside a graph under optimum's names. Its type `llama` stands for any decoder
-    with these inputs, learned positions included.
+    with these inputs, learned positions included. A cache that one operator reads and writes is one buffer.
     """
     end = special.get("eos", 0)
     layers = {"key": "%d.key", "value": "%d.value"}
@@ -258,7 +259,7 @@ def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.key_value_heads,
         "num_hidden_layers": config.layers,
-        "session_options": {"provider_options": []},
+        "session_options": {"provider_options": [{"cuda": {}}] if options.variant == "cuda" else []},
         "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
         | {f"past_{name}_names": f"past_key_values.{rest}" for name, rest in layers.items()},
         "outputs": {"logits": "logits"}
@@ -273,7 +274,8 @@ def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
         "pad_token_id": special.get("pad", end),
         "decoder": decoder,
     }
-    search = {"max_length": config.sequence_length, "do_sample": False, "past_present_share_buffer": False}
+    search: Report = {"max_length": config.sequence_length, "do_sample": False}
+    search |= {"past_present_share_buffer": grouped(config, options)}
     return {"model": model, "search": search}
 
 

@@ -64,11 +64,10 @@ def refuse_unknown(config: TransformerConfig) -> None:
 
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
     """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
-    slots = isinstance(config, GPTConfig) and options.names == "throughline"
     fits = options.variant == "onnxruntime" or (
         options.variant == "cuda" and options.half
     )  # CUDA's is of float16
-    return fits and slots and config.head_size % 8 == 0
+    return fits and isinstance(config, GPTConfig) and config.head_size % 8 == 0
 
 
 class Blocks:

@@ -14,7 +14,8 @@ mask is written out and `ScatterElements` writes. For ONNX Runtime on a CPU one 
 It takes several prompts in a call only where none has a past (`ONE_PROMPT` in the graph's metadata says so).
 
 Under optimum's names the inputs are `input_ids`, `attention_mask` (batch, past + sequence), `position_ids`
-and `past_key_values.i.key`, which grow by concatenation; `logits` are of every position.
+and `past_key_values.i.key`, which grow by concatenation; `logits` are of every position. In a graph for ONNX Runtime
+its operator reads and writes them, and a past and its present may be one buffer with room for more.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
     rotary = _rotary_tables(config) if config.positions == "rotary" else None
     for layer in range(config.layers):
         turned = None if config.kind_of(layer) == "n" else rotary
-        if isinstance(memory, _Slots) and parts.grouped:
+        if parts.grouped:
             core = _grouped(parts, memory, layer, turned)
         else:
             core = _cached(parts, memory, layer, turned)
@@ -74,6 +75,11 @@ class _Slots:
         self.positions = graph.node("Add", start, graph.steps(length))  # (batch, sequence)
         self.presents: list[str] = []
         self.ends: tuple[str, ...] = ()  # int32: last place of each row, tokens of the longest
+        if parts.grouped:
+            graph.metadata[ONE_PROMPT] = "true"
+            least = graph.node("Sub", self.total, graph.ints(1))
+            most = graph.node("ReduceMax", self.total, keepdims=0)
+            self.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", most, to=INT32))
         self._standard = graph.opset >= 24 and parts.options.variant != "tensorrt"
         self._hidden = ""
 
@@ -82,12 +88,16 @@ class _Slots:
         capacity = config.sequence_length if self.parts.options.variant == "tensorrt" else "capacity"
         return ["batch", config.key_value_heads, capacity, config.head_size]
 
+    def store(self, layer: int, kind: str) -> tuple[str, str]:
+        """What a layer remembers, and the name of the same with the new tokens."""
+        graph, out = self.parts.graph, f"present.{layer}.{kind}"
+        self.presents.append(out)
+        return graph.input(f"past.{layer}.{kind}", graph.kind, self.shape()), out
+
     def extend(self, layer: int, kind: str, new: str) -> str:
         """Everything that a layer remembers with the new tokens (batch, kv heads, capacity, head)."""
         graph = self.parts.graph
-        store = graph.input(f"past.{layer}.{kind}", graph.kind, self.shape())
-        out = f"present.{layer}.{kind}"
-        self.presents.append(out)
+        store, out = self.store(layer, kind)
         if graph.opset >= 24:
             return graph.node("TensorScatter", store, new, self.past, out=out, axis=-2)
         at = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
@@ -120,6 +130,10 @@ class _Growing:
         self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
         self.presents: list[str] = []
         total, new = graph.length(mask, 1), graph.length(ids, 1)
+        if parts.grouped:  # int32: last place of each row, tokens of the longest
+            least = graph.node("Sub", graph.node("ReduceSum", mask, graph.ints(1), keepdims=0), graph.ints(1))
+            self.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", total, to=INT32))
+            return
         past = graph.steps(new), graph.node("Sub", total, new)
         own = graph.node("Add", *past)  # (sequence): place of a token
         before = graph.node("LessOrEqual", graph.steps(total), graph.node("Unsqueeze", own, graph.ints(1)))
@@ -129,13 +143,17 @@ class _Growing:
     def shape(self, name: str = "past_sequence + sequence") -> list[int | str]:
         return ["batch", self.parts.config.key_value_heads, name, self.parts.config.head_size]
 
+    def store(self, layer: int, kind: str) -> tuple[str, str]:
+        """What a layer remembers, and the name of the same with the new tokens."""
+        graph, out = self.parts.graph, f"present.{layer}.{kind}"
+        self.presents.append(out)
+        shape = self.shape("past_sequence")
+        return graph.input(f"past_key_values.{layer}.{kind}", graph.kind, shape), out
+
     def extend(self, layer: int, kind: str, new: str) -> str:
         """Everything that a layer remembers with the new tokens (batch, kv heads, past + sequence, head)."""
-        graph = self.parts.graph
-        store = graph.input(f"past_key_values.{layer}.{kind}", graph.kind, self.shape("past_sequence"))
-        out = f"present.{layer}.{kind}"
-        self.presents.append(out)
-        return graph.node("Concat", store, new, axis=2, out=out)
+        store, out = self.store(layer, kind)
+        return self.parts.graph.node("Concat", store, new, axis=2, out=out)
 
     def attend(self, query: str, key: str, value: str) -> str:
         """The new tokens over what a layer remembers."""
@@ -155,16 +173,13 @@ def _cached(
     return core
 
 
-def _grouped(parts: Blocks, memory: _Slots, layer: int, rotary: list[np.ndarray] | None) -> AttentionCore:
+def _grouped(
+    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: list[np.ndarray] | None
+) -> AttentionCore:
     """The attention of one layer over its cache as one operator, which also writes the cache."""
     graph, config = parts.graph, parts.config
     assert isinstance(config, GPTConfig)
     heads, groups = config.heads, config.key_value_heads
-    graph.metadata[ONE_PROMPT] = "true"
-    if not memory.ends:
-        least = graph.node("Sub", memory.total, graph.ints(1))
-        most = graph.node("ReduceMax", memory.total, keepdims=0)
-        memory.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", most, to=INT32))
 
     def core(query: str, key: str, value: str) -> str:
         if rotary is not None:
@@ -176,10 +191,7 @@ def _grouped(parts: Blocks, memory: _Slots, layer: int, rotary: list[np.ndarray]
                 )
                 for x, count in ((query, heads), (key, groups))
             )
-        names = [f"{layer}.{kind}" for kind in ("key", "value")]
-        stores = [graph.input(f"past.{name}", graph.kind, memory.shape()) for name in names]
-        presents = [f"present.{name}" for name in names]
-        memory.presents += presents
+        stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
         inputs = (query, key, value, *stores, *memory.ends)
         counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}
         return graph.node("GroupQueryAttention", *inputs, more=presents, domain=CONTRIB, **counts)

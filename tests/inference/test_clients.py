@@ -1,10 +1,12 @@
-"""Clients that others wrote: the official openai package unchanged, and lm_eval's local-completions, whose
-log-likelihoods equal ours; schemathesis on the schema.
+"""Clients that others wrote: the official openai package unchanged, three from an environment of their own (`make
+clients`), and lm_eval's local-completions, whose log-likelihoods equal ours; schemathesis on the schema.
 """
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,50 @@ def test_the_openai_client_works_unchanged(
             await client.completions.create(**asked)
 
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}", f"bert={bert_onnx}"], body)
+
+
+CLIENTS = Path(__file__).parents[2] / "build" / "clients" / "bin" / "python"  # of `make clients`
+
+
+@pytest.mark.parametrize("name", ["langchain", "llamaindex", "litellm"])
+def test_other_clients_get_what_the_server_says(
+    name: str, gpt_dir: Path, bert_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Completions, chat, streams and embeddings through a client are those of plain HTTP."""
+    import httpx
+    from foreign_clients import MESSAGE, PROMPT
+
+    if not CLIENTS.is_file():
+        pytest.skip("needs the clients' own environment: make clients")
+    for file in gpt_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    with in_thread.on_a_port_with(monkeypatch, [f"gpt={tmp_path}", f"bert={bert_dir}"]) as (base, _):
+        asked = {"model": "gpt", "temperature": 0, "max_tokens": 8}
+
+        def post(path: str, **body) -> dict:
+            return httpx.post(f"{base}v1/{path}", json=body, timeout=60).raise_for_status().json()
+
+        chat = post("chat/completions", messages=[{"role": "user", "content": MESSAGE}], **asked)
+        vectors = post("embeddings", model="bert", input=["a model", "text"])["data"]
+        expected = {
+            "completion": post("completions", prompt=PROMPT, **asked)["choices"][0]["text"],
+            "chat": chat["choices"][0]["message"]["content"],
+            "stream": chat["choices"][0]["message"]["content"],
+            "tokens": chat["usage"]["completion_tokens"],
+        }
+        # its table of prices, which LiteLLM asks the network for otherwise
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        environment.pop("PYTHONPATH", None)
+        script = Path(__file__).with_name("foreign_clients.py")
+        done = subprocess.run(
+            [CLIENTS, script, name, f"{base}v1"], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout.splitlines()[-1])
+    found = got.pop("vectors", [one["embedding"] for one in vectors])
+    np.testing.assert_allclose(found, [one["embedding"] for one in vectors], atol=1e-6)
+    assert got == {key: expected[key] for key in got} and {"completion", "chat", "stream"} <= got.keys()
 
 
 def test_lm_evals_loglikelihoods_through_the_server_equal_ours(

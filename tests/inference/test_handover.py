@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
+from small_models import LLAMA, opinionated_model
 from throughline.inference.exports.export import Judging
 from throughline.inference.exports.handover import export_huggingface
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes.source import open_model
+from throughline.models.config import GPTConfig
+from throughline.models.huggingface import to_huggingface
 
 QUIET = Judging(bench=False)
 
@@ -59,14 +63,27 @@ def test_a_fine_tuned_bert_is_loaded_by_its_class(bert_dir: Path, tmp_path: Path
     assert theirs.config.id2label == {0: "no", 1: "yes"}
 
 
-def test_onnxruntime_genai_generates_what_torch_generates(gpt_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["growing", "one buffer", "one buffer, rotary"])
+def test_onnxruntime_genai_generates_what_torch_generates(shape: str, gpt_dir: Path, tmp_path: Path) -> None:
     """Its own loop on a graph under optimum's names: the same greedy tokens until the end of the text."""
     import torch
     from throughline.inference.exports.export import export_onnx
 
     genai = pytest.importorskip("onnxruntime_genai")
-    export_onnx(gpt_dir, tmp_path / "out", GraphOptions(names="optimum", opset=21), QUIET)
-    model = open_model(gpt_dir).model
+    path = gpt_dir  # whose heads are of 12
+    if shape != "growing":
+        more = LLAMA | {"kv_heads": 2, "mlp_width": 96} if "rotary" in shape else {"tied": False}
+        config = GPTConfig(vocab_size=304, sequence_length=160, layers=2, width=64, heads=4, **more)
+        fields, state = to_huggingface(opinionated_model(config))
+        (path := tmp_path / "model").mkdir()
+        save_file({key: value.contiguous() for key, value in state.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(fields))
+        (path / "tokenizer.json").write_bytes((gpt_dir / "tokenizer.json").read_bytes())
+    variant = "portable" if shape == "growing" else "onnxruntime"
+    export_onnx(path, tmp_path / "out", GraphOptions(variant, names="optimum", opset=21), QUIET)
+    settings = json.loads((tmp_path / "out" / "genai_config.json").read_text())
+    assert settings["search"]["past_present_share_buffer"] == (shape != "growing")
+    model = open_model(path).model
     settings = genai.GeneratorParams(loaded := genai.Model(str(tmp_path / "out")))
     settings.set_search_options(max_length=60, do_sample=False)
     generator = genai.Generator(loaded, settings)
