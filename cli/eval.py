@@ -102,7 +102,7 @@ from .common import PATH, device_option, dtype_option, flag, option, throughline
     "Path of a token store. Scores are reported with and without the records found in it.",
 )
 @option("--out", PATH, "Directory of the scores (default: PATH.scores).")
-@flag("--fresh", "Discard the stored answers to these questions of this model and ask again.")
+@flag("--fresh", "Ask again what has stored answers of this model, and replace them by the new ones.")
 @throughline_command
 def command(
     path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any

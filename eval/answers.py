@@ -1,6 +1,7 @@
 """Stored answers: a dict in memory, JSON lines on disk, so that a stopped evaluation goes on where it was."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterable, Set
 from pathlib import Path
@@ -48,11 +49,14 @@ class Answers:
             Workspace(self.directory).append(self._file, *lines)
 
 
-def forget(directory: Path, keys: Set[str]) -> None:
-    """Remove the answers of these keys from every rank's file."""
-    for file in directory.glob("answers-*.jsonl"):
-        lines = [json.dumps(line) + "\n" for line in read_records(file) if line["key"] not in keys]
-        write_atomic(file, "".join(lines))
+def replace_answers(directory: Path, new: Path, keys: Set[str]) -> None:
+    """Put the answers to these keys that lie in another directory in the place of every rank's, and remove it."""
+    lines = [line for file in sorted(new.glob("answers-*.jsonl")) for line in read_records(file)]
+    for file in sorted({directory / "answers-0.jsonl", *directory.glob("answers-*.jsonl")}):
+        lines += (line for line in read_records(file) if line["key"] not in keys)
+        write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
+        lines = []
+    shutil.rmtree(new)
 
 
 def packed(score: Score) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from ..core.console import say
 from ..core.errors import WrongUse
 from ..core.scorer import Scorer
-from .answers import Answers, forget
+from .answers import Answers, replace_answers
 from .asked import Asked, Settings, TaskScores
 from .task import BoundTask
 
@@ -74,17 +74,14 @@ def evaluate(
     *,
     fresh: bool = False,
 ) -> list[TaskScores]:
-    """Score the tasks. `directory` keeps the answers for a later start; with `fresh` those of this model and these
-    questions are forgotten first. Ranks other than 0 return an empty list.
+    """Score the tasks. `directory` keeps the answers for a later start; with `fresh` those of this model to these
+    questions give way to the new ones when all of these stand. Ranks other than 0 return an empty list.
 
     Raises WrongUse when a task has no data and Failed for a bad record, naming file, line and field.
     """
     asked = prepare(scorer, tasks, settings)
     keys = [key for work in asked for key in work.keys]
-    if fresh:
-        if ranks.rank == 0 and directory is not None:
-            forget(directory, set(keys))
-        ranks.meet()
+    kept, directory = directory, directory / "fresh" if fresh and directory else directory
     answers = Answers(directory, ranks.rank)
     if ranks.rank == 0:
         _say_kept(answers, keys)
@@ -96,6 +93,8 @@ def evaluate(
     answers.reload()
     for work in asked:
         work.answer(answers, lambda _: True)  # what a rank that died has left
+    if kept and directory and kept != directory:
+        replace_answers(kept, directory, set(keys))
     return [work.scores(answers) for work in asked]
 
 

@@ -17,6 +17,7 @@ from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.ingest.readers import ReadOptions
 from throughline.data.ingest.tokenize import tokenize
+from throughline.eval.answers import Answers
 from throughline.eval.compare import compare_scores
 from throughline.eval.opening import own_gpu
 from throughline.eval.request import Request
@@ -381,15 +382,26 @@ def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: 
 
 
 def test_fresh_asks_again(
-    gpt_directory: Path, small_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    gpt_directory: Path,
+    small_directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This model's answers to these questions; those of another model in the same place stay."""
+    """This model's answers to these questions; those of another model in the same place stay. One that is stopped
+    leaves the old answers where they were.
+    """
     asked = Request(gpt_directory, "lambada_openai", limit=3, out=tmp_path / "scores")
     other = replace(asked, path=small_directory)
     first, second = evaluate_one(asked), evaluate_one(other)
     assert evaluate_one(asked) == first and "3 of 3 answers are kept" in capsys.readouterr().err
     stored = next((tmp_path / "scores" / "answers").iterdir())
     stored.write_text(stored.read_text().replace('"answer": [[-', '"answer": [[9'))  # of a faulty program
+    assert evaluate_one(asked) != first
+    with monkeypatch.context() as patch:
+        patch.setattr(Answers, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_one(replace(asked, fresh=True))
     assert evaluate_one(asked) != first
     capsys.readouterr()
     assert evaluate_one(replace(asked, fresh=True)) == first and "kept" not in capsys.readouterr().err
