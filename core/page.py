@@ -99,6 +99,11 @@ class Part:
         return bool(self.rows or self.shown or self.bars or self.text or self.items or self.svg)
 
     @property
+    def figures(self) -> list[bool]:
+        """Which columns are set to the right: those of numbers, as such or written out."""
+        return [all(re.fullmatch(r"-|[-+]?[\d.,]+%?", cell(one)) for one in each) for each in zip(*self.rows)]
+
+    @property
     def shown(self) -> list[Chart]:
         """The charts that have points."""
         return [chart for chart in self.charts if chart.drawn]
@@ -109,9 +114,9 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
     import jinja2
     from markupsafe import Markup
 
-    forms = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    forms.tests["figure"] = is_figure
-    template = forms.from_string(_file("page.html"))
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _file("page.html")
+    )
     parts = [part for part in parts if part.filled]
     plots = any(part.shown for part in parts)
     return template.render(
@@ -123,11 +128,6 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
         raw=Markup,
         shown=cell,
     )
-
-
-def is_figure(value: Any) -> bool:
-    """Whether a table sets this to the right: a number, as such or written out, or none."""
-    return re.fullmatch(r"-|[-+]?[\d.,]+%?", cell(value)) is not None
 
 
 def made_here() -> str:
