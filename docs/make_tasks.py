@@ -18,7 +18,7 @@ A task of one's own is a TOML file. `throughline eval --tasks PATH.toml` reads i
 
 ## An example
 
-Records in the form that the Hugging Face hub gives multiple choice, `data/rivers/test.jsonl`:
+Records in the form that the Hugging Face hub gives multiple choice, `my-data/rivers/test.jsonl`:
 
 ```json
 {"question": "Which river flows through Paris?", "choices": {"text": ["the Thames", "the Seine", "the Tiber"], "label": ["A", "B", "C"]}, "answerKey": "B"}
@@ -44,7 +44,7 @@ gold = "choices.label.index(answerKey)"
 ```
 
 ```text
-throughline eval runs/my-gpt --tasks rivers.toml --data-dir data
+throughline eval runs/my-gpt --tasks rivers.toml --data-dir my-data
 ```
 
 `context` is a Jinja template; `choices` and `gold` are Jinja expressions, which keep their type. With `--shots 1` the other
