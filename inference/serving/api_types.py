@@ -209,6 +209,77 @@ class ChatBody(Generation, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
+class ItemPart(Strict):
+    """A part of an item of `input`."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: tuple[()] | None = None
+    logprobs: tuple[()] | None = None
+
+
+class Item(Strict):
+    """A message of `input`: a client's own, or one of an answer that it sends back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[ItemPart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: None = None
+
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class TextFormat(JsonSchema, kw_only=True):
+    """What `text` asks an answer to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None  # type: ignore[assignment]
+
+
+class TextOptions(Strict):
+    """`text` of /v1/responses."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(Generation, kw_only=True):
+    """POST /v1/responses."""
+
+    missing = Generation.missing | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "include": ([],),
+        "reasoning": ({},),
+        "top_logprobs": (0,),
+    }
+
+    input: Text | Annotated[list[Item], Meta(min_length=1, max_length=1000)]
+    instructions: Annotated[Text, Meta(description="Of the system, before the input.")] | None = None
+    max_output_tokens: (
+        Annotated[int, Meta(ge=1, description="Default: as many as fit the context.")] | None
+    ) = None
+    text: TextOptions | None = None
+    n: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        if self.text and (shape := self.text.format):
+            schema = None if shape.schema is None else JsonSchema(schema=shape.schema)
+            self.response_format = ResponseFormat(type=shape.type, json_schema=schema)
+
+
 class EmbeddingBody(Body, kw_only=True):
     """POST /v1/embeddings."""
 

@@ -16,7 +16,18 @@ from .limits import ServerLimits
 
 SHAPES = {b'"': Text, b'["': Annotated[list[Text], msgspec.Meta(min_length=1)], b"[[": list[Ids]}
 # Fields as long as a body may be.
-LONG = ("prompt", "input", "inputs", "messages", "query", "documents", "texts", "text_1", "text_2")
+LONG = (
+    "prompt",
+    "input",
+    "inputs",
+    "messages",
+    "query",
+    "documents",
+    "texts",
+    "text_1",
+    "text_2",
+    "instructions",
+)
 FIELD_BYTES = {"tokens": 1 << 19} | dict.fromkeys(LONG, 1 << 62)
 SMALL_BYTES = 1 << 16  # of any other field
 MOST_IDS = 1 << 19  # of a request: Python's lists of two million take the event loop 30 ms
@@ -107,7 +118,7 @@ def _value(name: str, kind: Any, raw: bytes, most_texts: int) -> Any:
     # Texts that end in a backslash count half.
     count = {b'["': (raw.count(b'"') - raw.count(b'\\"')) // 2, b"[[": raw.count(b"[") - 1}.get(opening, 0)
     check_texts(count if name in LONG else 0, most_texts, name)
-    if name == "messages" and raw.count(b'"role"') > 1000:
+    if name in ("messages", "input") and raw.count(b'"role"') > 1000:
         raise ValueError("more than 1000 messages")
     if kind != Texts:
         return msgspec.json.decode(raw, type=kind)

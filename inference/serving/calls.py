@@ -26,6 +26,7 @@ from .telemetry import Telemetry, Watch
 INLINE = 4000  # characters or numbers, that the event loop reads or writes in a millisecond
 # Endpoints that whatever answers another one answers.
 SAME = {"/v1/score": "/v1/embeddings", "/embed": "/v1/embeddings", "/rerank": "/v1/rerank"}
+SAME |= {"/v1/responses": "/v1/chat/completions"}
 _beside = ThreadPoolExecutor(max(1, usable_cores() - 1), "beside")  # each works on a megabyte of text at most
 Result = TypeVar("Result")
 
@@ -83,7 +84,8 @@ class Server:
         if found not in fitting:
             kind = "GPT" if found.causal else "BERT"
             what = f"{found.name} is a {kind} and does not answer {endpoint}"
-            why = "it has no chat template" if endpoint.endswith("chat/completions") and found.causal else ""
+            chat = SAME.get(endpoint, endpoint) == "/v1/chat/completions"
+            why = "it has no chat template" if chat and found.causal else ""
             raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
         return found
 

@@ -7,7 +7,7 @@ tests need.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from ...core.errors import Failed
-from .api_types import ChatBody, CompletionBody, Generation
+from .api_types import ChatBody, ChatMessage, CompletionBody, Generation
 from .calls import INLINE, Call
 from .generation import Job, TextDelta, Token
 from .guard import error_body, told
@@ -36,13 +36,25 @@ async def completions(call: Call, body: CompletionBody) -> Response | dict[str, 
 
 async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
     """Answer a conversation with a GPT that has a chat template."""
+    most = body.max_completion_tokens or body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    jobs = await conversed(call, body, body.messages, most, logprobs)
+    return await generated(call, body, ChatAnswers(call.model, body, jobs))
+
+
+async def conversed(
+    call: Call,
+    body: Generation,
+    messages: Sequence[ChatMessage],
+    most: int | None,
+    logprobs: int | None = None,
+) -> list[Job]:
+    """The job of answering a conversation with at most so many tokens (None: what fits)."""
     model, template = call.model, call.model.chat
     assert template is not None
-    ids = await call.beside(INLINE + 1, lambda: template.ids(body.messages))
-    most = body.max_completion_tokens or body.max_tokens or model.room(len(ids))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    ids = await call.beside(INLINE + 1, lambda: template.ids(messages))
     body.stop = [*body.stops(), *template.ends]
-    return await generated(call, body, ChatAnswers(model, body, [model.job(body, ids, most, logprobs)]))
+    return [model.job(body, ids, most or model.room(len(ids)), logprobs)]
 
 
 async def generated(call: Call, body: Generation, answers: "Answers") -> Response | dict[str, Any]:
@@ -81,8 +93,10 @@ async def _events(call: Call, answers: AsyncGenerator[dict[str, Any] | None, Non
 
 
 def _event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: %b\n\n" % msgspec.json.encode(value)
+    """One server-sent event, with its name where it has one."""
+    named = isinstance(value, dict) and "type" in value
+    name = b"event: %b\n" % value["type"].encode() if named else b""
+    return b"%bdata: %b\n\n" % (name, msgspec.json.encode(value))
 
 
 @dataclass

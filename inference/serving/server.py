@@ -24,12 +24,14 @@ from .completions import chat, completions
 from .guard import ON_ERROR, Guard
 from .limits import Key
 from .readings import classify, detokenize, embed, embeddings, fill_mask, rank, rerank, score, tokenize
+from .responses import responses
 
 # First come what is asked most: routes are tried in turn.
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/embeddings": embeddings,
     "/v1/completions": completions,
     "/v1/chat/completions": chat,
+    "/v1/responses": responses,
     "/v1/fill-mask": fill_mask,
     "/v1/classify": classify,
     "/v1/rerank": rerank,

@@ -92,3 +92,62 @@ def test_chat_completions_have_openais_shape(
         assert absent.status_code == 400 and "no chat template" in absent.json()["error"]["message"]
 
     in_thread.run_with(monkeypatch, [f"chat={chat_dir}", f"gpt={gpt_onnx}"], body)
+
+
+def test_openais_client_reads_responses(
+    chat_dir: Path, gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, the same text as a chat completion; events in OpenAI's order; what was said is sent back."""
+    openai = pytest.importorskip("openai")
+
+    async def body(found) -> None:
+        client = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="none", http_client=found.client, max_retries=0
+        )
+        asked = {"model": "chat", "temperature": 0, "max_output_tokens": 6}
+        whole = await client.responses.create(input="The quick", instructions="Go on.", **asked)
+        messages = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "The quick"}]
+        chat = await client.chat.completions.create(
+            model="chat", messages=messages, temperature=0, max_completion_tokens=6
+        )
+        assert whole.output_text == chat.choices[0].message.content
+        assert (whole.usage.input_tokens, whole.usage.output_tokens) == (
+            chat.usage.prompt_tokens,
+            chat.usage.completion_tokens,
+        )
+        cut = chat.choices[0].finish_reason == "length"
+        assert whole.status == ("incomplete" if cut else "completed")
+        stream = await client.responses.create(input=messages, stream=True, **asked)
+        events = [event async for event in stream]
+        kinds = [event.type.removeprefix("response.") for event in events]
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+        end = ["output_text.done", "content_part.done", "output_item.done", whole.status]
+        assert kinds == [*begin, *["output_text.delta"] * len(deltas), *end]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert "".join(deltas) == events[-4].text == events[-1].response.output_text == whole.output_text
+        assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+        said = [
+            *messages,
+            *whole.output,
+            {"role": "user", "content": [{"type": "input_text", "text": "And?"}]},
+        ]
+        assert (
+            await client.responses.create(input=said, **asked)
+        ).usage.input_tokens > whole.usage.input_tokens
+        shape = {"type": "json_schema", "name": "a", "schema": {"enum": ["yes"]}}
+        shaped = await client.responses.create(
+            input="?", model="chat", text={"format": shape}, max_output_tokens=20
+        )
+        assert shaped.output_text == '"yes"' and shaped.status == "completed"
+        for field in (
+            {"previous_response_id": "resp_1"},
+            {"tools": [{"type": "web_search"}]},
+            {"store": True},
+        ):
+            with pytest.raises(openai.BadRequestError, match=f"{next(iter(field))} is not supported"):
+                await client.responses.create(input="x", **asked, **field)
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await client.responses.create(input="x", model="gpt")
+
+    in_thread.run_with(monkeypatch, [f"chat={chat_dir}", f"gpt={gpt_onnx}"], body)
