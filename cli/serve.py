@@ -20,6 +20,8 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 # Name, field of ServerLimits, default, range and help of what a server holds at once, and how long.
 LIMITS: tuple[tuple[str, str, float | None, Any, str], ...] = (
     ("--slots", "slots", 8, IntRange(1, 256), "Maximum number of sequences that a GPT decodes together."),
+    ("--speculate", "speculate", 0, IntRange(0, 64), "Maximum number of tokens of a greedy answer that are guessed by "
+     "what the text so far had before and checked in one step; pays where answers repeat their prompts."),
     ("--queue", "queue", 256, IntRange(1), "Maximum number of answers that wait per model; beyond it a request gets "
      "429 with Retry-After."),
     ("--max-tokens", "max_tokens", None, IntRange(1), "Maximum number of new tokens per answer (default: what fits the "

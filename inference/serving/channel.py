@@ -31,6 +31,7 @@ class Open(msgspec.Struct, tag=True):
     path: str
     slots: int
     options: BackendOptions
+    speculate: int = 0
 
 
 class Ask(msgspec.Struct, tag=True):

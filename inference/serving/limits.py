@@ -22,6 +22,7 @@ class ServerLimits:
     """What a server holds at once, and how long. Beyond `queue` waiting jobs a request is answered with 429."""
 
     slots: int = 8
+    speculate: int = 0  # tokens of an answer that are guessed ahead
     queue: int = 256
     body_bytes: int = 4_000_000
     bodies_bytes: int = 64_000_000  # of all requests together

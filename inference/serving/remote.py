@@ -170,7 +170,7 @@ class Remote:
                 opened.set_result(None)
 
         self._connection, _ = await loop.create_connection(lambda: Messages(take, ended), sock=ours)
-        opening = Open(self.name, self.path, self.limits.slots, self._options)
+        opening = Open(self.name, self.path, self.limits.slots, self._options, self.limits.speculate)
         self._connection.write(pack(opening))
         try:
             async with asyncio.timeout(self.limits.load_s):

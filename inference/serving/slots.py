@@ -11,7 +11,6 @@
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,62 +22,15 @@ from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabili
 from .constrain import Guide
 from .generation import Job, TextDelta, TextStream, Token
 from .prefixes import LEAST_PREFIX, Prefixes, common
+from .sequence import Sequence
 
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding
 GPU_CHUNK_TOKENS = 512
 PREFIX_BYTES = 256 << 20  # of finished sequences
+GUESSING_ROWS = 1  # beyond which guesses do not pay on a CPU: see docs/journal.md
 NO_NUMBER = "the model's output is not a number"
 LOGIT_NUMBERS = 1 << 25  # asked for at a time for a prompt's probabilities: 128 MiB
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A job on its way: its tokens so far and its row in the cache."""
-
-    job: Job
-    stream: TextStream
-    guide: Guide | None
-    chooser: Chooser | None = None  # made with its row: penalties take memory of the vocabulary's size
-    due_s: float = 0.0  # who is due earlier gets a row earlier
-    tenant: str = ""  # whose prompts it may begin with
-    owner: Any = None  # whoever submitted it may note something here
-    untold: list[TextDelta] = field(default_factory=list)  # and keep what he sends later here
-    past: int = 0  # tokens in the cache
-    reused: int = 0  # of them, those that were copied
-    made: list[int] = field(default_factory=list)
-    prompt: list[Token] = field(default_factory=list)  # with probabilities, when they are asked for
-    began_s: float = 0.0  # time.monotonic() when it got its row
-
-    @property
-    def filling(self) -> bool:
-        """Whether some of its prompt is still to be read."""
-        return self.past < len(self.job.prompt_ids)
-
-    def held(self) -> np.ndarray:
-        """The ids that its cache row holds."""
-        answer = self.made[: max(0, self.past - len(self.job.prompt_ids))]
-        return np.concatenate((self.job.prompt_ids[: self.past], np.array(answer, np.int64)))
-
-    def ends(self, eos_id: int | None) -> set[int]:
-        """The tokens that end it."""
-        return {*self.job.stop_ids} | (set() if self.job.ignore_eos or eos_id is None else {eos_id})
-
-    def accept(self, token: Token, eos_id: int | None) -> TextDelta:
-        """Add a token and say what it means for the answer."""
-        assert self.chooser is not None
-        if token.id in self.ends(eos_id):
-            return TextDelta(self.stream.finish(), token, "stop")
-        self.made.append(token.id)
-        self.chooser.accept(token.id)
-        complete = self.guide is not None and self.guide.accept(token.id)
-        text = self.stream.push(token.id)
-        if self.stream.stopped:
-            return TextDelta(text, token, "stop")
-        if complete or len(self.made) == self.job.max_tokens:
-            text += self.stream.finish()
-            return TextDelta(text, token, "stop" if complete or self.stream.stopped else "length")
-        return TextDelta(text, token)
 
 
 class SlotBatch:
@@ -86,7 +38,8 @@ class SlotBatch:
 
     `vocab_size`: the tokenizer's, when smaller than the model's, whose padding rows then are never chosen;
     probabilities are those of the model, as in evaluation. `eos_id` ends an answer.
-    `prefix_bytes`: memory for finished sequences that later prompts may begin with.
+    `prefix_bytes`: memory for finished sequences that later prompts may begin with. `speculate`: most tokens of a
+    greedy answer that are guessed ahead and checked in one step.
     """
 
     def __init__(
@@ -97,7 +50,9 @@ class SlotBatch:
         vocab_size: int | None = None,
         eos_id: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
+        speculate: int = 0,
     ) -> None:
+        self._speculate = speculate
         self.backend, self.slots = backend, min(slots, backend.limits.rows or slots)
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
         self._decode, self._eos_id = decode, eos_id
@@ -113,7 +68,7 @@ class SlotBatch:
         """Take a job of one answer in. Raises WrongUse when it cannot fit the model's context."""
         job.check(self.backend.context)
         stream = TextStream(self._decode, job.stop, [int(i) for i in job.prompt_ids[-1:]])
-        sequence = Sequence(job, stream, guide, due_s=due_s, tenant=tenant)
+        sequence = Sequence(job, stream, guide, due_s=due_s, tenant=tenant, reach=self._speculate)
         insort(self.waiting, sequence, key=lambda one: one.due_s)
         return sequence
 
@@ -137,12 +92,13 @@ class SlotBatch:
         for sequence, span in zip(sequences, spans):
             if sequence.job.prompt_logprobs is not None and span.asked and sequence.filling:
                 self._note_prompt(sequence, span, logits_NV[at : at + span.asked])
-            sequence.past += len(span.ids)
+            sequence.past += len(span.ids) - len(sequence.guesses)
             at += span.asked
             if not sequence.filling:
                 ready.append(sequence)
-                lines.append(at - 1)
-        deltas = self._choose(ready, logits_NV, lines)
+                lines.append(at - 1 - len(sequence.guesses))
+        deltas = self._take_guesses(ready, lines, logits_NV)
+        deltas += self._choose(ready, logits_NV, lines)
         self._leave({id(sequence) for sequence, delta in deltas if delta.finish})
         self._leave({id(sequence) for sequence, _ in self.failed}, keep=False)
         if self.failed and not self._live:  # nobody knows what an error has left in the cache
@@ -182,11 +138,12 @@ class SlotBatch:
         budget = CHUNK_TOKENS if decoding else IDLE_CHUNK_TOKENS
         budget = budget if self.backend.device == "cpu" else GPU_CHUNK_TOKENS
         budget = min(budget, self.backend.limits.tokens or budget)
+        guessing = self.backend.device != "cpu" or len(self._live) <= GUESSING_ROWS
         sequences, spans = [], []
         for row, sequence in enumerate(self._live):
             if not sequence.filling:
-                ids = np.array(sequence.made[-1:], np.int64)
-                asked = 1
+                ids = np.array([sequence.made[-1], *(sequence.guess() if guessing else ())], np.int64)
+                asked = len(ids)
             elif budget:
                 whole = sequence.job.prompt_logprobs is not None
                 most = min(budget, max(1, LOGIT_NUMBERS // self.backend.vocab_size)) if whole else budget
@@ -255,6 +212,39 @@ class SlotBatch:
         most = sequence.job.prompt_logprobs or 0
         found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
         sequence.prompt += [token_of(int(i), found, line) for line, i in enumerate(targets)]
+
+    def _take_guesses(
+        self, ready: list[Sequence], lines: list[int], logits_NV: Any
+    ) -> list[tuple[Sequence, TextDelta]]:
+        """Accept what was guessed as far as it is what the model says, and move the line of each sequence behind it.
+        Answers that end there leave `ready`.
+        """
+        guessed = [line + i for line, one in zip(lines, ready) for i in range(len(one.guesses))]
+        if not guessed:
+            return []
+        logits_GV = logits_NV[beside(logits_NV, np.array(guessed))]
+        sound = library(logits_GV).isfinite(library(logits_GV).amax(logits_GV, 1)).tolist()
+        said = dict(zip(guessed, logits_GV[:, : self._vocab_size].argmax(1).tolist()))
+        said |= {line: -1 for line, fit in zip(guessed, sound) if not fit}  # an error where it is chosen
+        deltas, going = [], []
+        for sequence, line in zip(ready, lines):
+            taken, over = 0, False
+            while (
+                not over and taken < len(sequence.guesses) and said[line + taken] == sequence.guesses[taken]
+            ):
+                try:
+                    delta = sequence.accept(Token(sequence.guesses[taken]), self._eos_id)
+                except Exception as error:
+                    self.failed.append((sequence, error))
+                    over = True
+                    continue
+                deltas.append((sequence, delta))
+                taken, over = taken + 1, delta.finish is not None
+            sequence.past += taken
+            sequence.guesses, sequence.reach = [], min(self._speculate, 2 * taken + 1)
+            going += [] if over else [(sequence, line + taken)]
+        ready[:], lines[:] = [one for one, _ in going], [line for _, line in going]
+        return deltas
 
     def _choose(
         self, ready: list[Sequence], logits_NV: Any, lines: list[int]

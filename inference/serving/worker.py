@@ -88,10 +88,11 @@ class CausalEngine(SlotBatch):
         """One step of work on what is queued and begun."""
         turn, many = Turn([]), list[Message]()
         deltas = self.step()
+        rows = len({id(sequence) for sequence, _ in deltas})
         for sequence, delta in deltas:
             sequence.untold.append(delta)
             if delta.finish or not sequence.job.whole or len(sequence.untold) == TOLD_TOGETHER:
-                made = Made(sequence.owner, sequence.began_s, len(deltas), sequence.untold)
+                made = Made(sequence.owner, sequence.began_s, rows, sequence.untold)
                 if len(sequence.untold) == 1:
                     turn.made.append(made)
                 else:
@@ -178,7 +179,10 @@ class WorkerModel:
         self.engine: CausalEngine | EncoderEngine
         if self.loaded.causal is not None:
             rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id
-            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest)
+            speculate = opening.speculate
+            self.engine = engine = CausalEngine(
+                self.loaded.causal, tokenizer.decode, *rest, speculate=speculate
+            )
             if engine.slots < opening.slots:
                 warn(
                     f"{opening.name}: {engine.slots} sequences at a time, as many as fit, not {opening.slots}"

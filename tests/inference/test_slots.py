@@ -2,20 +2,24 @@
 probabilities, and a step of many rows equals the rows alone on every backend.
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from small_models import opinionated_model, read
-from throughline.core.backend import BackendOptions, CausalBackend, Span
+from throughline.core.backend import ALL, BackendOptions, CausalBackend, Span
 from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal
+from throughline.inference.serving import slots
 from throughline.inference.serving.constrain import Guide
 from throughline.inference.serving.generation import Job, TextDelta
-from throughline.inference.serving.slots import SlotBatch, common
+from throughline.inference.serving.prefixes import common
+from throughline.inference.serving.sequence import look_up
+from throughline.inference.serving.slots import SlotBatch
 from throughline.models.config import GPTConfig
 
 CPU = BackendOptions(device="cpu", threads=1)
@@ -25,12 +29,13 @@ class Counting:
     """A backend that counts the tokens it reads."""
 
     def __init__(self, backend: CausalBackend) -> None:
-        self._backend, self.tokens, self.widest = backend, 0, 0
+        self._backend, self.tokens, self.widest, self.calls = backend, 0, 0, 0
 
     def __getattr__(self, name: str):
         return getattr(self._backend, name)
 
     def step(self, spans: list[Span], cache):
+        self.calls += 1
         self.tokens += sum(len(span.ids) for span in spans)
         self.widest = max([self.widest, *(len(span.ids) for span in spans)])
         return self._backend.step(spans, cache)
@@ -238,3 +243,78 @@ def test_a_pattern_is_kept_in_a_step_of_many(kind: str) -> None:
                     model.hidden(torch.from_numpy(texts[span.row, None, : span.past + len(span.ids)]))
                 )
             np.testing.assert_allclose(logits, whole[0, -1], atol=1e-4 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_guessing_ahead_changes_no_token(
+    backend: CausalBackend, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of every kind side by side, to prompts that repeat themselves: tokens, texts and ends are those of single
+    steps, and what is kept of a finished answer serves the next one.
+    """
+    monkeypatch.setattr(slots, "GUESSING_ROWS", 4)
+    draw = np.random.default_rng(seed)
+
+    def prompt() -> np.ndarray:
+        part = draw.integers(1, 300, draw.integers(2, 9))
+        return np.concatenate([draw.integers(1, 300, 3), np.tile(part, draw.integers(1, 5))])
+
+    end = int(draw.integers(1, 300))
+    kinds: list[dict] = [{}, {}, {}, {"stop": ("e",)}, {"stop_ids": (end,), "min_tokens": 9}]
+    kinds += [
+        {"sampling": Sampling(temperature=0.8, seed=7)},
+        {"sampling": Sampling(0, frequency_penalty=0.5)},
+    ]
+    jobs = [Job(prompt(), int(draw.integers(1, 60)), **kind) for kind in kinds]
+    jobs += [Job(np.concatenate([jobs[0].prompt_ids, jobs[0].prompt_ids]), 20), Job(prompt(), 30, logprobs=1)]
+
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    def answers(speculate: int) -> tuple[list, int]:
+        counting = Counting(backend)
+        batch = SlotBatch(counting, decode, 4, eos_id=0, speculate=speculate)
+        found = run(batch, *jobs) + run(batch, *jobs[::-1])
+        assert not batch.failed
+        told = [
+            (ids_of(deltas), "".join(delta.text for delta in deltas), deltas[-1].finish, len(deltas))
+            for deltas in found
+        ]
+        return told, counting.calls
+
+    plain, steps = answers(0)
+    for speculate in (1, 8):
+        told, fewer = answers(speculate)
+        assert told == plain and fewer <= steps
+
+
+class Counts:
+    """A model that counts to seven again and again."""
+
+    device, vocab_size, context, token_bytes, limits = "cpu", 7, 1000, 0, ALL
+
+    def new_cache(self, rows: int) -> None:
+        self.calls = 0
+
+    def step(self, spans: list[Span], cache: None) -> np.ndarray:
+        self.calls += 1
+        last = np.concatenate([span.ids[len(span.ids) - span.asked :] for span in spans])
+        return np.eye(7, dtype=np.float32)[(last + 1) % 7]
+
+    def free_row(self, cache: None, row: int) -> None:
+        pass
+
+
+def test_good_guesses_save_steps() -> None:
+    """From the second round on all are right: the prompt's step, a single one, then nine tokens a step."""
+    model = Counts()
+    (deltas,) = run(SlotBatch(model, nothing, 1, speculate=8), Job(np.arange(7), 100))
+    assert ids_of(deltas) == [i % 7 for i in range(100)]
+    assert model.calls == 2 + math.ceil(98 / 9)
+
+
+def test_a_guess_is_what_came_after_the_longest_known_end() -> None:
+    assert look_up(np.array([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 2).tolist() == [9, 2]
+    assert look_up(np.array([5, 6, 7, 5, 6, 8, 5, 6]), 4).tolist() == [8, 5, 6, 8]
+    assert look_up(np.array([1, 1, 1]), 3).tolist() == [1, 1, 1]
+    assert look_up(np.array([1, 2, 3]), 3).tolist() == look_up(np.array([4]), 3).tolist() == []
