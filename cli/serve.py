@@ -95,6 +95,13 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     True,
 )
 @cache_options
+@option(
+    "--otlp-traces-endpoint otlp",
+    None,
+    "URL of an OpenTelemetry collector that gets a span per request, such as http://localhost:4318/v1/traces: times "
+    "and counts, never text.",
+    metavar="URL",
+)
 @backend_options
 @throughline_command
 def command(
@@ -112,6 +119,7 @@ def command(
     tls_key: Path | None,
     drain_wait: float,
     access_log: bool,
+    otlp: str | None,
     **limits: Any,
 ) -> None:
     """Serve runs, checkpoints, Hugging Face directories, ONNX or GGUF artifacts, .gguf files or engines.
@@ -136,6 +144,7 @@ def command(
     from ..inference.serving.listen import LOOPBACK, bind, run
     from ..inference.serving.server import Server, build_app
     from ..inference.serving.telemetry import Telemetry
+    from ..inference.serving.traces import Traces
 
     if not (paths or models_dir):
         raise WrongUse("there is no model to serve", fix="give the path of one, or --models-dir")
@@ -152,7 +161,7 @@ def command(
         warn(f"whoever reaches {host}:{port} may use the models: give --api-key-file, or listen on 127.0.0.1")
     # A web page whose name its owner points at this machine would otherwise reach a server that asks for no key.
     known = (*LOOPBACK, *map(str.lower, hosts)) if host in LOOPBACK and not keys else ()
-    telemetry = Telemetry(sys.stderr if access_log else None)
+    telemetry = Telemetry(sys.stderr if access_log else None, Traces(otlp) if otlp else None)
     catalogue = Catalogue(paths, bounds, options, follow, models_dir)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(catalogue, bounds, telemetry)

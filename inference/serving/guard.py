@@ -46,7 +46,7 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         watch = scope.setdefault("state", {})["watch"] = Watch(self.server.telemetry)
-        watch.key = self._everybody
+        watch.key, watch.parent = self._everybody, headers.get(b"traceparent", b"").decode("latin-1")
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         status: int | None = None
 

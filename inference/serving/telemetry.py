@@ -14,16 +14,17 @@ from typing import Any, TextIO
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from .limits import Key
+from .traces import Traces
 
 FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Telemetry:
-    """The metrics of one server, and where its access log goes (None: nowhere)."""
+    """The metrics of one server, and where its access log and its traces go (None: nowhere)."""
 
-    def __init__(self, log: TextIO | None = None) -> None:
-        self._log = log
+    def __init__(self, log: TextIO | None = None, traces: Traces | None = None) -> None:
+        self._log, self._traces = log, traces
         self.registry = CollectorRegistry()
         in_registry: dict[str, Any] = {"registry": self.registry}
         by_model = in_registry | {"labelnames": ["model"]}
@@ -66,6 +67,8 @@ class Telemetry:
         took_s = time.monotonic() - watch.came_s
         self.of(self.requests, endpoint, str(status)).inc()
         self.of(self.duration, endpoint).observe(took_s)
+        if self._traces is not None:
+            self._traces.note(watch, endpoint, status, said)
         if self._log is None:
             return
         line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
@@ -85,6 +88,7 @@ class Watch:
 
     telemetry: Telemetry
     key: Key = field(default_factory=Key)  # who asks
+    parent: str = ""  # the trace that it belongs to
     body_read: bool = False  # to its end
     held: int = 0  # bytes of its body that the budget counts
     came_s: float = field(default_factory=time.monotonic)
