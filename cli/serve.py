@@ -161,7 +161,7 @@ def command(
         warn(f"whoever reaches {host}:{port} may use the models: give --api-key-file, or listen on 127.0.0.1")
     # A web page whose name its owner points at this machine would otherwise reach a server that asks for no key.
     known = (*LOOPBACK, *map(str.lower, hosts)) if host in LOOPBACK and not keys else ()
-    telemetry = Telemetry(sys.stderr if access_log else None, Traces(otlp) if otlp else None)
+    telemetry = Telemetry(sys.stderr if access_log else None, Traces(otlp).note if otlp else None)
     catalogue = Catalogue(paths, bounds, options, follow, models_dir)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(catalogue, bounds, telemetry)

@@ -7,6 +7,7 @@ which the processes of one machine share.
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TextIO
@@ -14,17 +15,19 @@ from typing import Any, TextIO
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from .limits import Key
-from .traces import Traces
 
 FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+Trace = Callable[["Watch", str, int, dict[str, Any]], None]  # takes a request, its route, its status and more
+
+
 class Telemetry:
     """The metrics of one server, and where its access log and its traces go (None: nowhere)."""
 
-    def __init__(self, log: TextIO | None = None, traces: Traces | None = None) -> None:
-        self._log, self._traces = log, traces
+    def __init__(self, log: TextIO | None = None, trace: "Trace | None" = None) -> None:
+        self._log, self.trace = log, trace
         self.registry = CollectorRegistry()
         in_registry: dict[str, Any] = {"registry": self.registry}
         by_model = in_registry | {"labelnames": ["model"]}
@@ -67,8 +70,8 @@ class Telemetry:
         took_s = time.monotonic() - watch.came_s
         self.of(self.requests, endpoint, str(status)).inc()
         self.of(self.duration, endpoint).observe(took_s)
-        if self._traces is not None:
-            self._traces.note(watch, endpoint, status, said)
+        if self.trace is not None:
+            self.trace(watch, endpoint, status, said)
         if self._log is None:
             return
         line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said

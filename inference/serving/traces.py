@@ -3,12 +3,10 @@ without it.
 """
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.errors import extra
-
-if TYPE_CHECKING:
-    from .telemetry import Watch
+from .telemetry import Watch
 
 PARENT = "traceparent"  # W3C's header, by which a caller's trace goes on here
 
@@ -32,7 +30,7 @@ class Traces:
         self._kind = part("trace").SpanKind.SERVER
         self._context = part("trace.propagation.tracecontext").TraceContextTextMapPropagator().extract
 
-    def note(self, watch: "Watch", endpoint: str, status: int, said: dict[str, Any]) -> None:
+    def note(self, watch: Watch, endpoint: str, status: int, said: dict[str, Any]) -> None:
         """The span of a request that has been answered."""
         past_ns = time.time_ns() - time.monotonic_ns()
 
