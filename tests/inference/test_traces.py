@@ -30,9 +30,8 @@ def test_a_collector_gets_a_span_per_request(
             pass
 
     async def body(found) -> None:
-        found.server.telemetry._traces = traces = Traces(
-            f"http://127.0.0.1:{collector.server_port}/v1/traces"
-        )
+        traces = Traces(f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        found.server.telemetry.trace = traces.note
         trace = "0af7651916cd43dd8448eb211c80319c"
         head = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
         asked = {"model": "gpt", "prompt": "secret", "max_tokens": 3, "ignore_eos": True}
