@@ -7,7 +7,8 @@
 | documents | a CPU without dropout | `attention_cpu.py`, by their bounds |
 | documents | CUDA | `attention_cuda.py`, by their bounds |
 | documents | else | as with a dense mask |
-| any | scores with a soft cap, which no fused kernel of torch has | plain products, S x P scores in float32 |
+| any | scores with a soft cap, compiled on CUDA | `attention_cuda.py`, FlexAttention |
+| any | scores with a soft cap, else | plain products, S x P scores in float32 |
 
 torch's fused one is, on a GPU in 16 bits without a mask, cuDNN's from Hopper on and FlashAttention on Ampere and Ada,
 the order that torch prefers; with a mask, in 32 bits or before Ampere the memory-efficient kernel.
@@ -159,6 +160,14 @@ def _attend_capped(
     q_BASD: Tensor, k_BGPD: Tensor, v_BGPD: Tensor, mask: Mask | None, is_causal: bool, softcap: float
 ) -> Tensor:
     (rows, _, length, size), groups = q_BASD.shape, k_BGPD.shape[1]
+    if attention_cuda.has_flex(q_BASD) and (
+        mask is None or isinstance(mask, Documents) or mask.dtype == torch.bool
+    ):
+        seen = mask.ids(rows, length) if isinstance(mask, Documents) else None
+        if isinstance(mask, Tensor):
+            seen = mask.expand(rows, *mask.shape[-3:])[:, 0] if mask.dim() > 2 else mask.expand(rows, -1, -1)
+            is_causal = False
+        return attention_cuda.attend_capped(q_BASD, k_BGPD, v_BGPD, seen, is_causal, softcap)
     if isinstance(mask, Documents):
         mask = mask.mask(rows, length, is_causal)
     elif mask is None and is_causal:

@@ -1,13 +1,16 @@
 """A GPU's kernels for attention of runs of tokens; they read the bounds on the device.
 
 FlashAttention by torch's `varlen_attn`, and by its private operators where parts are to be merged by their log-sum-exp;
-in float32, with dropout or on an older GPU the memory-efficient kernel, which knows bounds too.
+in float32, with dropout or on an older GPU the memory-efficient kernel, which knows bounds too. On a Hopper card torch
+puts FlashAttention 3 in the place of 2 where its package is installed. Scores with a soft cap are FlexAttention's,
+which Triton compiles into one kernel.
 
 Shape letters: T query tokens, U key tokens, A heads, G key-value heads, D head width, N runs.
 """
 
 import math
-from typing import cast
+from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +18,10 @@ from torch import Tensor
 from .capability import NEEDS, capability
 
 aten = torch.ops.aten
+HOPPER = 9  # of the compute capability
+SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
+# of FlexAttention: with the larger ones that torch takes, masks beside a cap need more registers than there are
+TILES: Any = {name: 64 if name.startswith("fwd") else 32 for name in SIDES}
 
 
 def has_flash(q: Tensor) -> bool:
@@ -27,6 +34,47 @@ def has_flash(q: Tensor) -> bool:
         and hasattr(aten, "_flash_attention_forward")
         and capability(q.device) >= NEEDS["flash"]
     )
+
+
+def take_newest(device: torch.device) -> None:
+    """Let torch compute by FlashAttention 3 from now on, where there are a card for it and its package. It has no
+    dropout.
+    """
+    if device.type != "cuda" or capability(device)[0] != HOPPER or find_spec("flash_attn_interface") is None:
+        return
+    from torch.nn import attention
+
+    if "FA3" in attention.list_flash_attention_impls() and attention.current_flash_attention_impl() != "FA3":
+        attention.activate_flash_attention_impl("FA3")
+
+
+def has_flex(q: Tensor) -> bool:
+    """Whether FlexAttention is one kernel: inside torch.compile, for tensor cores that Triton knows well."""
+    return torch.compiler.is_compiling() and q.is_cuda and capability(q.device) >= NEEDS["flex"]
+
+
+def attend_capped(
+    q_BASD: Tensor, k_BGPD: Tensor, v_BGPD: Tensor, seen: Tensor | None, is_causal: bool, softcap: float
+) -> Tensor:
+    """(B, A, S, D) of scores x that become c tanh(x / c). `seen`: documents' numbers (B, S), or a mask (B, S, P)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        score = torch.tanh(score / softcap) * softcap
+        if seen is None:
+            return score
+        near = seen[row, query] == seen[row, key] if seen.dim() == 2 else seen[row, query, key]
+        return torch.where(near, score, -math.inf)
+
+    def behind(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query
+
+    sizes = q_BASD.shape[2], k_BGPD.shape[2]
+    blocks = create_block_mask(behind, None, None, *sizes, device=q_BASD.device) if is_causal else None
+    q, k = q_BASD.to(v_BGPD.dtype), k_BGPD.to(v_BGPD.dtype)
+    grouped = q.shape[1] != k.shape[1]
+    how: dict[str, Any] = {"score_mod": capped, "block_mask": blocks, "enable_gqa": grouped}
+    return cast(Tensor, flex_attention(q, k, v_BGPD, **how, kernel_options=TILES))
 
 
 def attend_runs(

@@ -127,18 +127,12 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         softcap: float = 0.0,
     ) -> Tensor:
         length = q_BASD.shape[2]
-        if softcap and length == k_BGTD.shape[2]:
+        if softcap:
             places = torch.arange(length, device=q_BASD.device)
             seen = pattern.sees(places[:, None], places, causal, length, layer)
             mask = mask.mask(len(q_BASD), length, is_causal) if isinstance(mask, Documents) else mask
             mask = seen if mask is None else mask & seen
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, softcap=softcap)
-        if length != k_BGTD.shape[2]:
-            assert causal and isinstance(mask, Tensor), (
-                "only a decoder's cache asks for other keys than queries"
-            )
-            mask = _cached_mask(pattern, mask, layer)
-            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, dropout=dropout, softcap=softcap)
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
         if pattern.is_band and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout):
@@ -149,13 +143,6 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         return _attend_blocks(pattern, causal, layer, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
 
     return attend
-
-
-def _cached_mask(pattern: AttentionPattern, mask_B1ST: Tensor, layer: int) -> Tensor:
-    """A cache's mask with the pattern added. The last place that a query sees is its own."""
-    places = torch.arange(mask_B1ST.shape[-1], device=mask_B1ST.device)
-    own = (mask_B1ST * places).amax(-1, keepdim=True)
-    return mask_B1ST & pattern.sees(own, places, True, mask_B1ST.shape[-1], layer)
 
 
 def _attend_blocks(

@@ -5,7 +5,7 @@ A test, or a machine that stands in for another, sets `CAPABILITIES`.
 
 import torch
 
-NEEDS = {"flash": (8, 0)}  # Ampere; what dtypes need stands in core/hardware.py
+NEEDS = {"flash": (8, 0), "flex": (8, 0)}  # Ampere; what dtypes need stands in core/hardware.py
 CAPABILITIES: dict[int | None, tuple[int, int]] = {}  # by the index of a device, in place of what torch says
 
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from .attention import Documents, Mask
 from .attention_patterns import apply_pattern, windowed
-from .cache import KeyValueCache
 from .config import GPTConfig
 from .layers import Block, make_norm
 from .rotary import alibi, layer_tables
@@ -51,32 +50,27 @@ class GPT(nn.Module):
         input_ids: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Ids (B, S) -> logits (B, S, V)."""
-        return self.head(self.hidden(input_ids, positions, document_ids, cache))
+        return self.head(self.hidden(input_ids, positions, document_ids))
 
     def hidden(
         self,
         input_ids: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
         document_bounds: Tensor | None = None,
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W), the final norm included.
 
         `positions` (B, S): where each token stands; 0, 1, 2, ... when absent. `document_ids` (B, S): tokens
         see only their own document. `document_bounds` (N + 1,): the same for documents that are runs of tokens,
-        see `Documents`, without a dense mask. `cache`: the ids continue what its rows hold; positions and the
-        mask come from it, and it keeps the new keys and values.
+        see `Documents`, without a dense mask.
         """
-        if cache is not None and positions is None:
-            positions = cache.positions(input_ids.shape[1])
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x_BSW = self.embed(input_ids, positions)
-        return self.encode(x_BSW, positions, document_ids, cache, None, document_bounds)
+        return self.encode(x_BSW, positions, document_ids, None, document_bounds)
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Ids (B, S) and positions (S,) or (B, S) -> (B, S, W)."""
@@ -97,19 +91,15 @@ class GPT(nn.Module):
         x_BSW: Tensor,
         positions: Tensor,
         document_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
         mask: Mask | None = None,
         document_bounds: Tensor | None = None,
     ) -> Tensor:
-        """The blocks and the final norm. A causal kernel without a mask is used unless documents or a cache
-        need one.
+        """The blocks and the final norm. A causal kernel without a mask is used unless documents need one.
 
         `mask` replaces the causal one, for rows of which this is only a part: (1 or B, 1, S, T), True where a
         token may look, or the documents that a context-parallel `attend` understands.
         """
-        if cache is not None:
-            mask = cache.mask(positions)
-        elif document_ids is not None:
+        if document_ids is not None:
             mask = causal_document_mask(document_ids)
         elif document_bounds is not None:
             mask = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
@@ -120,8 +110,7 @@ class GPT(nn.Module):
         tables = layer_tables(self.config, positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
         for layer, block in self.blocks.items():
-            memory = cache.layer(int(layer)) if cache is not None else None
-            x_BSW = block(x_BSW, mask, is_causal, tables.get(self.config.kind_of(int(layer))), memory)
+            x_BSW = block(x_BSW, mask, is_causal, tables.get(self.config.kind_of(int(layer))))
         return self.norm(x_BSW)
 
     def head(self, hidden_BSW: Tensor) -> Tensor:

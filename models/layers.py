@@ -10,7 +10,6 @@ F feed-forward width.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,6 @@ from .config import BERTConfig, GPTConfig
 from .experts import RoutedFeedForward
 from .rotary import Rotary, rotate
 from .transformer import TransformerConfig
-
-
-class LayerMemory(Protocol):
-    """What a block needs from a key-value cache: it gives its new keys and values and gets all of them back."""
-
-    def extend(self, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class NormFromOne(nn.RMSNorm):
@@ -119,16 +112,13 @@ class Attention(nn.Module):
         mask: Mask | None = None,
         is_causal: bool = False,
         rotary: Rotary | None = None,
-        memory: LayerMemory | None = None,
     ) -> Tensor:
-        """(B, S, W) -> (B, S, W). Rotary positions are applied before keys enter the memory."""
+        """(B, S, W) -> (B, S, W)."""
         q, k, v = self.project(x_BSW)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if self.scale != 1.0:
             q = q * self.scale
-        if memory is not None:
-            k, v = memory.extend(k, v)
         dropout = self.dropout if self.training else 0.0
         heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout, **self.settled)
         return self.out(heads_BASD.transpose(1, 2).flatten(2))
@@ -204,9 +194,8 @@ class Block(nn.Module):
         mask: Mask | None = None,
         is_causal: bool = False,
         rotary: Rotary | None = None,
-        memory: LayerMemory | None = None,
     ) -> Tensor:
-        how = (mask, is_causal, rotary, memory)
+        how = (mask, is_causal, rotary)
         if self.way == "before":
             x_BSW = x_BSW + self.drop(self.attention(self.attention_norm(x_BSW), *how))
             return x_BSW + self.drop(self.mlp(self.mlp_norm(x_BSW)))

@@ -5,6 +5,7 @@ or its option is off, so one process and a thousand go through the same lines. T
 process ever holds more than its part.
 """
 
+from ..models.attention_cuda import take_newest
 from .compile import compile_stage
 from .float8 import convert_products
 from .loss import pad_vocabulary
@@ -27,6 +28,8 @@ def parallelize(
     pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
     # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
     convert_products(trunk, matmul)  # fp8, in the layers that the tensor axis left
+    if not trunk.config.dropout:
+        take_newest(mesh.device)
     if compiling != "off":
         compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
     recompute(trunk, trunk.config, recomputing)  # repeats a block's compiled forward

@@ -59,7 +59,7 @@ class DecodeGraphs:
         if self.failures or any(len(span.ids) > 1 or not span.asked for span in spans):
             return None
         rows = np.array([span.row for span in spans])
-        count = min(1 << int(rows.max()).bit_length(), cache.lengths.shape[0])
+        count = min(1 << int(rows.max()).bit_length(), cache.rows)
         given = np.zeros((2, count), np.int64)
         given[1] = [held.get(row, 0) for row in range(count)]
         given[:, rows] = [[span.ids[0] for span in spans], [span.past for span in spans]]

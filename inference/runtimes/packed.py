@@ -69,7 +69,7 @@ class Packed:
     @classmethod
     def of(cls, spans: Sequence[Span], cache: KeyValueCache, config: GPTConfig) -> "Packed":
         """Of parts of prompts and single tokens."""
-        device, bounded = cache.lengths.device, cache.has_flash
+        device, bounded = cache.keys_LBGTD.device, cache.has_flash
         order = sorted(range(len(spans)), key=lambda i: (len(spans[i].ids) > 1 and not bounded, spans[i].row))
         line = [spans[i] for i in order]
         rows = np.concatenate([np.full(len(span.ids), span.row) for span in line])
@@ -115,7 +115,7 @@ class Packed:
         return [Part(0, len(mask), 0, len(mask), self._seen, mask[:, None, None])]
 
     def _parts(self, line: Sequence[Span]) -> Iterator[Part]:
-        places = torch.arange(self.cache.places, device=self.cache.lengths.device)
+        places = torch.arange(self.cache.places, device=self.cache.keys_LBGTD.device)
         waste = WASTE_CPU if places.device.type == "cpu" else WASTE_GPU
         at = 0
         while at < len(line) and len(line[at].ids) == 1:
@@ -187,7 +187,8 @@ class Packed:
 
 
 def packed_logits(model: GPT, modules: Sequence[Attention], packed: Packed) -> Tensor:
-    """Run a step; the logits asked for, float32 (N, V), span after span."""
+    """Run a step; the logits asked for, float32 at least (N, V), span after span."""
     with attending(modules, packed.attend_in):
         hidden_TW = model.hidden(packed.ids_1T, packed.places_1T)[0]
-    return model.head(hidden_TW if packed.wanted_N is None else hidden_TW[packed.wanted_N]).float()
+    logits_NV = model.head(hidden_TW if packed.wanted_N is None else hidden_TW[packed.wanted_N])
+    return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))

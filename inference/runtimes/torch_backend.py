@@ -8,6 +8,7 @@ import torch
 
 from ...core.backend import AUTO, Ids, Limits, OneCall, Span, Want
 from ...core.errors import Refused
+from ...models import attention_cuda
 from ...models.bert import BERT
 from ...models.cache import KeyValueCache
 from ...models.gpt import GPT
@@ -40,6 +41,7 @@ class TorchCausal:
         self._steps = WeakKeyDictionary[KeyValueCache, Steps]()
         self.limits = Limits()
         if like.is_cuda:
+            attention_cuda.take_newest(like.device)
             self.graphs = DecodeGraphs(model, self._attentions)
             self.limits = Limits(rows_that_fit(like.device, self.context * self.token_bytes, gpu_memory))
 

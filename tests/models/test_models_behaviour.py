@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from throughline.models.attention import scaled_dot_product
-from throughline.models.cache import KeyValueCache
+from throughline.core.backend import Span
+from throughline.inference.runtimes.torch_backend import TorchCausal
+from throughline.models import attention_cuda
+from throughline.models.attention import Documents, scaled_dot_product
 from throughline.models.config import BERTConfig
 from throughline.models.init import build, empty_model, initial_values
 from throughline.models.presets import preset
@@ -25,69 +27,23 @@ def gap(a, b):
 @pytest.mark.parametrize("name", ["gpt-toy", "llama-toy"])
 @torch.no_grad()
 def test_decoding_through_the_cache_equals_the_full_forward(name):
+    """Rows of three lengths, in pieces of several sizes, some of them idle: each gives what it gives alone."""
     model = scattered(name)
-    ids = torch.randint(0, 256, (2, 20))
-    full = model(ids)
-    cache = KeyValueCache(model.config, rows=2, dtype=torch.float64)
-    pieces = []
-    for part in ids.split([7, 1, 1, 5, 1, 5], dim=1):
-        pieces.append(model(part, cache=cache))
-        cache.advance(part.shape[1])
-    assert gap(torch.cat(pieces, dim=1), full) < 1e-12
-    assert cache.lengths.tolist() == [20, 20]
-
-
-@pytest.mark.parametrize("name", ["gpt-toy", "llama-toy"])
-@torch.no_grad()
-def test_rows_of_different_lengths_share_a_cache(name):
-    """Prompts padded on the right, then steps in which some rows are idle: each row gives what it gives
-    alone.
-    """
-    model = scattered(name)
-    torch.manual_seed(2)
-    rows = [torch.randint(0, 256, (length,)) for length in (11, 3, 7)]
-    prompts = torch.full((3, 8), 255)
-    given = torch.tensor([8, 2, 5])
-    for row, (ids, count) in enumerate(zip(rows, given.tolist(), strict=True)):
-        prompts[row, :count] = ids[:count]
-    cache = KeyValueCache(model.config, rows=3, places=16, dtype=torch.float64)
-    logits = model(prompts, cache=cache)
-    cache.advance(given)
-    for row, ids in enumerate(rows):
-        assert gap(logits[row, : given[row]], model(ids[None])[0, : given[row]]) < 1e-12
-    while any(cache.lengths[row] < len(ids) for row, ids in enumerate(rows)):
-        active = torch.tensor([int(cache.lengths[row] < len(ids)) for row, ids in enumerate(rows)])
-        step = torch.stack([ids[min(cache.lengths[row], len(ids) - 1)] for row, ids in enumerate(rows)])
-        logits = model(step[:, None], cache=cache)
-        for row, ids in enumerate(rows):
-            if active[row]:
-                at = int(cache.lengths[row])
-                assert gap(logits[row, 0], model(ids[None])[0, at]) < 1e-12
-        cache.advance(active)
-
-
-@torch.no_grad()
-def test_one_row_is_read_while_others_wait():
-    model = scattered("gpt-toy")
-    ids = torch.randint(0, 256, (3, 9))
-    cache = KeyValueCache(model.config, rows=3, dtype=torch.float64)
-    model(ids[:, :5], cache=cache)
-    cache.advance(5)
-    cache.lengths[1:2] = 0
-    alone = cache.take(1, 2)
-    model(ids[2:, :5], cache=alone)
-    alone.advance(5)
-    logits = model(ids[[0, 2, 2], 5:6], cache=cache)
-    assert cache.lengths.tolist() == [5, 5, 5]
-    assert gap(logits[1], logits[2]) < 1e-12
-
-
-@torch.no_grad()
-def test_a_full_cache_says_so():
-    model = scattered("gpt-toy")
-    cache = KeyValueCache(model.config, rows=1, places=4, dtype=torch.float64)
-    with pytest.raises(IndexError, match="would hold 5 tokens"):
-        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
+    backend = TorchCausal(model)
+    texts = [torch.randint(0, 256, (length,)) for length in (20, 13, 7)]
+    cache, past = backend.new_cache(3), [0, 0, 0]
+    for counts in ((7, 2, 5), (1, 1, 1), (1, 0, 1), (5, 1, 0), (1, 9, 0), (5, 0, 0)):
+        rows = [row for row, count in enumerate(counts) if count]
+        spans = [
+            Span(row, past[row], texts[row][past[row] : past[row] + counts[row]].numpy(), counts[row])
+            for row in rows
+        ]
+        found = torch.from_numpy(backend.step(spans, cache)).split([counts[row] for row in rows])
+        for row, logits in zip(rows, found, strict=True):
+            whole = model(texts[row][None])[0, past[row] : past[row] + counts[row]]
+            assert gap(logits, whole) < 1e-12
+            past[row] += counts[row]
+    assert past == [20, 13, 7]
 
 
 @pytest.mark.parametrize("name", ["gpt-toy", "llama-toy"])
@@ -235,3 +191,21 @@ def test_models_export(name):
 def test_meta_models_take_no_memory():
     model = empty_model(preset("gpt-1t-megatron"))
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "window", "rows of masks"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_capped_scores_by_flex_attention_are_plain_products(kind, monkeypatch):
+    """What a GPU compiles, computed here piece by piece; both ways of grouping heads."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 48, 16) for heads in (4, 2, 2))
+    masks = {
+        "documents": Documents(torch.tensor([0, 5, 40, 48, 90, 96], dtype=torch.int32), 42),
+        "window": (torch.arange(48)[:, None] - torch.arange(48) < 9)
+        & torch.ones(48, 48, dtype=torch.bool).tril(),
+        "rows of masks": torch.rand(2, 1, 48, 48) < torch.eye(48) + 0.5,
+    }
+    how = {"mask": masks.get(kind), "is_causal": kind in ("causal", "documents"), "softcap": 1.5}
+    expected = scaled_dot_product(q, k, v, **how)
+    monkeypatch.setattr(attention_cuda, "has_flex", lambda q: True)
+    torch.testing.assert_close(scaled_dot_product(q, k, v, **how), expected)

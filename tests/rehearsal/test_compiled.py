@@ -62,7 +62,8 @@ def compile_and_step(case: Case, place: Path, steps: int = 3) -> dict[str, int]:
 def test_blocks_head_and_loss_are_two_graphs_of_kernels_without_spills(family, capability, tmp_path):
     precision = "bf16" if capability >= 80 else "fp16"
     case = make(model(family, **SIZES[family]), precision, card(capability), compiling="on")
-    assert compile_and_step(case, tmp_path) == {"breaks": 0, "graphs": 2, "again": 0}
+    found = compile_and_step(case, tmp_path)
+    assert found == {"breaks": 0, "graphs": 2, "again": 0}
     with Seen() as seen:
         case.step()
     assert {place.split(":")[0] for place in seen.waits} <= {OWN_READ}
@@ -75,3 +76,19 @@ def test_blocks_head_and_loss_are_two_graphs_of_kernels_without_spills(family, c
         assert facts["target"]["arch"] == capability, cubin.name
         assert facts["shared"] <= SHARED_BYTES[capability], cubin.name
         assert not spilled_bytes(cubin), cubin.name
+
+
+@pytest.mark.parametrize(("capability", "documents"), [(80, True), (90, False)])
+def test_capped_scores_are_kernels_of_the_graph(capability, documents, tmp_path):
+    """Gemma 2's attention, every second layer with a window: no array of scores, no break, no spills of ours."""
+    shape = SIZES["llama"] | {"attention_softcap": 50.0, "attention_window": 128, "layer_pattern": "lg"}
+    case = make(model("llama", **shape), "bf16", card(capability), compiling="on", documents=documents)
+    found = compile_and_step(case, tmp_path)
+    assert found == {"breaks": 0, "graphs": 3, "again": 0}  # of either kind of layer, and of the loss
+    text = "".join(map(Path.read_text, tmp_path.rglob("*.py")))
+    assert "flex_attention" in text and "flex_attention_backward" in text
+    for cubin in tmp_path.rglob("*.cubin"):
+        facts = json.loads(cubin.with_suffix(".json").read_text())
+        assert facts["shared"] <= SHARED_BYTES[capability], cubin.name
+        # torch's template for its backward on Hopper: a word of a thread
+        assert spilled_bytes(cubin) <= (8 if "flex_attention_backward" in cubin.name else 0), cubin.name

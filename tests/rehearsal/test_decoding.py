@@ -96,7 +96,7 @@ def test_rows_are_as_many_as_fit():
     room = 2**30 - torch.cuda.memory_allocated(SMALL_CARD)
     assert backend.limits.rows == room // (256 * backend.token_bytes)
     cache = backend.new_cache(backend.limits.rows)
-    assert torch.cuda.memory_allocated(SMALL_CARD) <= 2**30 and len(cache.lengths) == backend.limits.rows
+    assert torch.cuda.memory_allocated(SMALL_CARD) <= 2**30 and cache.rows == backend.limits.rows
     with pytest.raises(Refused, match="--gpu-memory"):
         TorchCausal(module, gpu_memory=0.01)
 

@@ -9,11 +9,13 @@ The loop keeps its order: only the sum of gradients is replaced. After the warm-
 `squared_norm` gives the norm by which all clip, or skip the step.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...planner.tables import SKETCH
 from .compression import CommunicationHook, Communicator, Signs
@@ -35,6 +37,7 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         CommunicationHook.__init__(self, communicator)
         self.warmup_steps = warmup_steps
         self._steps: int | None = None  # taken so far; None: not read from the state yet
+        self._signs: Tensor | None = None  # of the sketch, a megabyte or two
         self._frozen_at: int | None = None  # the steps that made the variance, once it is frozen
 
     @property
@@ -69,15 +72,16 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         if not self.frozen:
             return None
         sketch = gradients[0].new_zeros(SKETCH)
-        for index, gradient in enumerate(gradients):
-            generator = torch.Generator(gradient.device).manual_seed(index)  # the same signs on every process
-            signs = torch.randint(
-                2, gradient.shape, generator=generator, device=gradient.device, dtype=torch.int8
-            )
-            flat = (gradient * signs.mul_(2).sub_(1)).flatten()
-            whole = flat.numel() // SKETCH * SKETCH
-            sketch += flat[:whole].view(-1, SKETCH).sum(0)
-            sketch[: flat.numel() - whole] += flat[whole:]
+        if self._signs is None:  # once: drawing one for each number takes as long as a step of a small model
+            generator = torch.Generator().manual_seed(0)  # the same on every process
+            signs = torch.randint(2, (2 * SKETCH, SKETCH), generator=generator, dtype=torch.int8)
+            self._signs = signs.mul_(2).sub_(1).to(sketch.device)
+        draw = random.Random(0)
+        for gradient in gradients:
+            rows = F.pad(gradient.flatten(), (0, -gradient.numel() % SKETCH)).view(-1, SKETCH)
+            for block in rows.split(SKETCH):
+                first, way = draw.randrange(SKETCH), draw.choice((-1, 1))
+                sketch.add_((block * self._signs[first : first + len(block)]).sum(0), alpha=way)
         return self.communicator.all_reduce(sketch).square().sum()
 
     @torch.no_grad()
