@@ -1,6 +1,6 @@
 """Fit the planner's constants on one half of the published rows: errors on both halves, before and after.
 
-    python benchmarks/planner_fit.py [--serve]
+    python benchmarks/planner_fit.py [--serve | --experts]
 
 Soft L1 on the log error of the predicted time (a row that is 30 % off pulls little more than one that is 6 % off),
 every table with the same weight, and a weak pull towards the constants as they stand.
@@ -15,7 +15,7 @@ import numpy as np
 from throughline.core.hardware import Chip
 from throughline.models.config import ModelConfig
 from throughline.models.presets import preset
-from throughline.planner.constants import FITTED, MEASURED, Constants
+from throughline.planner.constants import FITTED, MEASURED, OF_EXPERTS, Constants
 from throughline.planner.hardware import find_cluster
 from throughline.planner.serve import FITTED as SERVE
 from throughline.planner.serve import ServeConstants, forward_seconds
@@ -59,13 +59,12 @@ def latency_errors(constants: ServeConstants = SERVE) -> dict[str, list[float]]:
     return errors
 
 
-def fit(cases: list[Case], evaluations: int) -> Constants:
-    """The constants that suit these cases best."""
+def fit(cases: list[Case], evaluations: int, names: list[str]) -> Constants:
+    """The constants, those of these names as they suit these cases best."""
     from scipy.optimize import least_squares  # by the fits alone: no dependency of the package
 
     counts = collections.Counter(case.table for case in cases)
     weights = np.array([counts[case.table] ** -0.5 for case in cases])
-    names = [field.name for field in fields(Constants) if field.name not in MEASURED]
     start = np.log([getattr(FITTED, name) for name in names])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
@@ -74,7 +73,7 @@ def fit(cases: list[Case], evaluations: int) -> Constants:
         soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + (errors / KNEE) ** 2) - 1))
         return np.concatenate([weights * soft, PULL * (logs - start) / np.log(2)])
 
-    ceiling = [0.0 if name.endswith("fraction") or name == "overlap" else np.inf for name in names]
+    ceiling = [0.0 if name.endswith(("fraction", "overlap")) else np.inf for name in names]
     bounds = (np.full(len(names), -np.inf), ceiling)
     found = least_squares(residuals, start, bounds=bounds, max_nfev=evaluations, diff_step=1e-3, x_scale=0.2)
     return replace(FITTED, **dict(zip(names, map(float, np.exp(found.x)))))
@@ -123,6 +122,7 @@ def serve_errors() -> tuple[ServeConstants, float, dict[str, float], float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", action="store_true", help="Fit `plan serve` instead.")
+    parser.add_argument("--experts", action="store_true", help="Fit what is of models with experts instead.")
     arguments = parser.parse_args()
     if arguments.serve:
         constants, median, left_out, every = serve_errors()
@@ -138,12 +138,14 @@ def main() -> None:
             )
         )
         return
-    cases = [case for case in published_cases() if not case.left_out and not case.experts]
+    others = [field.name for field in fields(Constants) if field.name not in (*MEASURED, *OF_EXPERTS)]
+    names = list(OF_EXPERTS) if arguments.experts else others
+    cases = [case for case in published_cases() if not case.left_out and case.experts == arguments.experts]
     halves = {
         "fitted": [case for case in cases if case.fitted],
         "left out": [c for c in cases if not c.fitted],
     }
-    fitted = fit(halves["fitted"], 20)
+    fitted = fit(halves["fitted"], 20, names)
     tables = {
         half: {
             name: table_medians(rows, constants) for name, constants in (("shipped", FITTED), ("fit", fitted))

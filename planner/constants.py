@@ -1,6 +1,6 @@
-"""The constants of the time model: eleven, physical, and the same for every table, model and layout.
+"""The constants of the time model: fourteen, physical, and the same for every table, model and layout.
 
-Three were measured by others; eight were fitted on one half of the published rows, by a hash of their names, with
+Three were measured by others; eleven were fitted on one half of the published rows, by a hash of their names, with
 `benchmarks/planner_fit.py` (soft L1 on the log error, every table with the same weight), and rounded within what that
 fit can tell apart. The other half judges (`plan validate`). `throughline study` replaces them for one machine. What
 differs between chips stands in `core/chips.toml`.
@@ -36,10 +36,20 @@ class Constants:
     )
     network_fraction: float = 0.80  # of the adapters by collectives between nodes; fitted
     overlap: float = 0.39  # of the time behind which traffic can hide; fitted
+    expert_fraction: float = 0.5  # of a product's speed, by products of several experts one by one; fitted
+    expert_issue_s: float = 3.5e-3  # of the host, to issue a layer's experts one by one, forward; fitted
+    expert_overlap: float = (
+        0.76  # of another micro-batch, behind which rows of experts can be exchanged; fitted
+    )
 
 
 FITTED = Constants()
 MEASURED = ("issue_s", "start_s", "link_fraction")  # not touched by a fit on published rows
+OF_EXPERTS = (
+    "expert_fraction",
+    "expert_issue_s",
+    "expert_overlap",
+)  # fitted on models with experts, and those alone
 
 
 def constants_here(measured: dict[str, Any]) -> Constants:

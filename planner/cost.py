@@ -29,6 +29,7 @@ from .work import (
     Layouts,
     Work,
     copies_of_experts,
+    has_experts,
     held_parameters,
     layer_parameters,
     layers_on,
@@ -86,7 +87,7 @@ def kernel_times(
         if kernel.kind == "attention":
             fraction, slowed = constants.attention_fraction * speed, 1.0
         else:
-            fraction = large
+            fraction = large * np.where(kernel.one_by_one, constants.expert_fraction, 1.0)
             slowed = 1 + constants.product_inner * peak / 1e12 / np.maximum(kernel.inner, 1)
         busy = kernel.flops * slowed / (peak * fraction)
         time = np.maximum(busy, kernel.bytes / bandwidth) + kernel.launches * constants.launch_s
@@ -224,11 +225,11 @@ class Step:
             "memory-bound kernels": of("memory") + passed / memory_bandwidth(self.cluster, constants),
         }
         busy = sum(one.values())
-        issue = layers * (2 + full) * constants.issue_s * np.where(layouts.tensor > 1, 1.25, 1.0)
-        one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy, 0.0)
+        one["expert"] = self.expert_time(layers, busy)
+        issue = layers * (2 + full) * self.issue_time()
+        one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy - one["expert"], 0.0)
         one["tensor"] = self.tensor_time(*slowest)
         one["context"] = np.maximum(layers * self.context_time() - constants.overlap * core, 0.0)
-        one["expert"] = layers * self.expert_time()
         one["pipeline sends"] = self.hop_time()
         spent = sum(one.values())
         per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / np.maximum(layers, 1)
@@ -312,8 +313,15 @@ class Step:
             size, self.layouts.context, self.layouts.tensor, self.cluster, self.constants, calls
         )
 
-    def expert_time(self) -> Number:
-        """Seconds of the mean layer's and one micro-batch's exchange of rows with the processes of their experts."""
+    def issue_time(self) -> Number:
+        """Seconds of the host to issue the mean layer forward, less what graphs issue at once."""
+        software, one_by_one = self.software, not self.software.fused_experts
+        experts = has_experts(self.work.config) * one_by_one * self.constants.expert_issue_s
+        layer = self.constants.issue_s * np.where(self.layouts.tensor > 1, 1.25, 1.0)
+        return (layer * (not software.graphed) + experts) * (software.graphed != "step")
+
+    def expert_time(self, layers: Number, busy: Number) -> Number:
+        """Exposed seconds of a micro-batch's exchange of rows with the processes of their experts."""
         layouts, again = self.layouts, 1 * (self.layouts.recompute == 2)
         numbers, tensor = self.software.precision, layouts.tensor
         calls, size = expert_sends(self.work.config, numbers, self.tokens, tensor, again)
@@ -321,7 +329,9 @@ class Step:
         stride = 1 if self.software.layer_sums else tensor * layouts.context
         copies = getattr(self.work.config, "experts_per_token", 0) * self.software.rows_once
         machine = self.cluster, self.constants
-        return all_to_all(size, layouts.expert, stride, *machine, calls, copies)
+        seconds = layers * all_to_all(size, layouts.expert, stride, *machine, calls, copies)
+        hidden = self.constants.expert_overlap * self.software.overlap_experts * busy
+        return np.maximum(seconds - hidden, 0.0)
 
     def hop_time(self) -> Number:
         """Seconds of a micro-batch's sends between stages, one forward and one backward for each turn."""

@@ -34,6 +34,7 @@ class Kernel:
     launches: float = 1.0
     core: bool = False  # part of the attention core that selective recomputation runs again
     narrow: bool = False  # a product of the blocks, which fp8 and its like are for
+    one_by_one: Number = False  # products of several experts, each a kernel
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,10 @@ def linear(
 def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list[Kernel]:
     """One transformer layer, forward and backward, without recomputation."""
     size, tokens, width = software.precision.activation, share.tokens, config.width
-    mlp = width_of_feed_forward(config) / share.tensor
+    mlp = (width_of_feed_forward(config) - routed_width(config)) / share.tensor
+    fed = 1 + (
+        mlp > 0
+    )  # rows of the model's width go into attention, and into a feed-forward that is not routed
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
     return [
@@ -84,8 +88,8 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
         *feed_forward(config, share, software, ups),
         *pointwise(config, share, software),
         *casts(
-            tokens * (2 * width + heads * config.head_size + mlp),
-            tokens * (rows + 2 * width + ups * mlp),
+            tokens * (fed * width + heads * config.head_size + mlp),
+            tokens * (rows + fed * width + ups * mlp),
             software,
         ),
     ]
@@ -97,6 +101,11 @@ def width_of_feed_forward(config: ModelConfig) -> float:
         return config.feed_forward_size
     through = (config.experts_per_token + config.shared_experts) * config.expert_size
     return config.feed_forward_size + has_experts(config) * (through - config.feed_forward_size)
+
+
+def routed_width(config: ModelConfig) -> float:
+    """The part of it that is of experts that a token chooses among."""
+    return has_experts(config) * getattr(config, "experts_per_token", 0) * getattr(config, "expert_size", 0)
 
 
 def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int) -> Iterator[Kernel]:
@@ -125,11 +134,19 @@ def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int
         yield from dense(config.shared_experts * config.expert_size / share.tensor, mixed)
     here = config.experts / share.expert
     rows = tokens * config.experts_per_token / share.tensor
-    moved = 4.0 * size * rows * width  # read and written to be sorted, again to be put back
-    for kernel in (
-        *linear("router", tokens / share.tensor, width, config.experts, size),
+    # read and written to be sorted, again to be put back; a plain all-to-all leaves them to be sorted by expert again
+    sorts = np.where(here > 1, 2.0 - software.rows_once, 1.0)
+    moved = (4.0 * size * sorts + software.routed_bytes / 2) * rows * width
+    of_experts = (
         *linear("experts up", rows / here, width, config.expert_size, size, ups, True, here),
         *linear("experts down", rows / here, config.expert_size, width, size, 1, True, here),
+    )
+    one_by_one, number = (here > 1) & (not software.fused_experts), config.expert_size
+    cast = replace(software, cast_bytes=software.cast_bytes if software.fused_experts else 4.0)
+    for kernel in (
+        *(replace(kernel, one_by_one=one_by_one) for kernel in of_experts),
+        *casts(rows * (width + number), rows * (width + ups * number), cast),
+        *linear("router", tokens / share.tensor, width, config.experts, size),
         Kernel("routing", "forward", "memory", 0, moved, 1, 8),
         Kernel("routing", "backward", "memory", 0, moved, 1, 8),
     ):

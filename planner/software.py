@@ -74,6 +74,14 @@ class Software:
     overlap_data: bool = True  # gradients are summed during backward
     gradient_share: float = 1.0  # of the bytes of whole gradients, which copies send (compression)
     rows_once: bool = False  # a row for several experts of a node, or of a process, is sent there once
+    overlap_experts: bool = False  # the exchange of rows with experts hides behind another micro-batch
+    fused_experts: bool = (
+        True  # the products of a process' experts are one kernel, which casts its inputs too
+    )
+    graphed: str = ""  # what CUDA graphs issue at once: attention (all of a layer but its experts), or step
+    routed_bytes: float = (
+        0.0  # read and written besides for a number of a routed row, in fp32: experts' biases
+    )
     overlap_tensor: bool = False  # part of the tensor axis' traffic hides behind products
     every_logit: bool = True  # BERT: logits for all positions, not for the masked ones alone
     loss_bytes: int = 8  # of a logit at the peak of the loss

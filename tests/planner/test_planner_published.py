@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_published_times() -> None:
     """Mean of the tables' medians at most 6 %, the goal of the accuracy page; no table beyond 16 %, so that none
-    is paid for by the others. Models with experts are judged apart: the median of their rows is 25 % at most.
+    is paid for by the others. Models with experts are judged apart: the median of their rows is 9 % at most.
     """
     replays = replay()
     tables = medians([found for found in replays if not found.case.experts])
@@ -38,13 +38,13 @@ def test_published_times() -> None:
     assert statistics.mean(median for _, median, _ in tables.values()) <= 0.06
     assert max(median for _, median, _ in tables.values()) <= 0.16
     mixed = [abs(found.error) for found in replays if found.case.experts]
-    assert len(mixed) >= 28 and statistics.median(mixed) <= 0.25
+    assert len(mixed) >= 36 and statistics.median(mixed) <= 0.09
 
 
 def test_rows_that_nobody_fitted_judge() -> None:
     """About half of the rows, by a hash of their names. For each program with five of them or more: median at most 8 %,
-    four in five inside its band; on the H100 no bias beyond 5 %. The bands that plans print are those. A program of
-    models with experts has no bound on its median, only its band.
+    four in five inside its band; on the H100 no bias beyond 5 %. The bands that plans print are those. `nemo-moe`,
+    whose experts are issued one by one, misses the 8 % by a little (docs/journal.md).
     """
     replays = replay()
     assert 0.4 < sum(found.case.fitted for found in replays) / len(replays) < 0.6
@@ -52,7 +52,8 @@ def test_rows_that_nobody_fitted_judge() -> None:
     assert bands(replays) == shipped
     for name, row in by_program(replays).items():
         if row["rows"] >= 5:
-            assert (row["median"] <= 0.08 or name == "nemo-moe") and row["inside"] >= 0.8, name
+            most = 0.085 if name == "nemo-moe" else 0.08
+            assert row["median"] <= most and row["inside"] >= 0.8, name
     h100 = [
         found.error
         for found in replays
@@ -62,13 +63,11 @@ def test_rows_that_nobody_fitted_judge() -> None:
 
 
 def test_long_runs_take_the_production_factor() -> None:
-    """Runs as reported over their prediction: Llama 3's 1.25 within a tenth; with Llama 2's and DeepSeek's between 1
-    and that.
-    """
+    """Runs as reported over their prediction: Llama 3's 1.25 within a tenth, and so with Llama 2's and DeepSeek's."""
     runs, factor = production_factor("llama3_report")
     assert runs == 3 and factor == pytest.approx(PRODUCTION, rel=0.1)
     runs, factor = production_factor()
-    assert runs == 7 and 1 < factor < PRODUCTION
+    assert runs == 7 and factor == pytest.approx(PRODUCTION, rel=0.1)
 
 
 def test_a_band_is_of_program_and_chip() -> None:
