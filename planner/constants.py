@@ -36,7 +36,7 @@ class Constants:
     )
     network_fraction: float = 0.80  # of the adapters by collectives between nodes; fitted
     overlap: float = 0.39  # of the time behind which traffic can hide; fitted
-    expert_fraction: float = 0.5  # of a product's speed, by products of several experts one by one; fitted
+    expert_fraction: float = 0.49  # of a product's speed, by products of several experts one by one; fitted
     expert_issue_s: float = 3.5e-3  # of the host, to issue a layer's experts one by one, forward; fitted
     expert_overlap: float = (
         0.76  # of another micro-batch, behind which rows of experts can be exchanged; fitted

@@ -173,18 +173,21 @@ def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kerne
 def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
     """The attention core. Fused kernels skip the masked half of a causal square; batched products do not."""
     size, heads = software.precision.activation, config.heads / share.tensor
-    pattern, seen = config.attention_pattern, share.length
+    pattern, causal = (
+        config.attention_pattern,
+        software.fused_attention and not isinstance(config, BERTConfig),
+    )
+    seen = share.length * (0.5 if causal else 1.0)
     if pattern is not None:  # the mean of the layers
         near = config.windowed_layers / config.layers
-        seen = near * pattern.widest(int(np.max(share.length))) + (1 - near) * share.length
+        seen = near * pattern.widest(int(np.max(share.length))) + (1 - near) * seen
     scores = share.tokens * seen * heads
     flops = 4.0 * scores * config.head_size
     inputs = 4.0 * size * share.tokens * heads * config.head_size
     if software.fused_attention:
-        half = 0.5 if not isinstance(config, BERTConfig) and pattern is None else 1.0
         flops = flops / np.where(np.asarray(share.context) > 1, software.ring_speed, 1.0)
-        yield Kernel("attention", "forward", "attention", half * flops, inputs, config.head_size, 1, True)
-        yield Kernel("attention", "backward", "attention", 2.5 * half * flops, 2 * inputs, config.head_size)
+        yield Kernel("attention", "forward", "attention", flops, inputs, config.head_size, 1, True)
+        yield Kernel("attention", "backward", "attention", 2.5 * flops, 2 * inputs, config.head_size)
         return
     moved, stream = inputs + 2.0 * size * scores, software.precision.stream
     yield Kernel("scores and values", "forward", "attention", flops, moved, config.head_size, 2, True)

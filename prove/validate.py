@@ -123,8 +123,8 @@ def medians(replays: list[Replay]) -> dict[str, tuple[int, float, float]]:
 
 def bands(replays: list[Replay]) -> dict[str, dict[str, Any]]:
     """What planner/bands.toml holds: for each program the number of rows left out of the fit, the 80 % quantile of
-    their errors (5 % at least) and the chips of all its rows. A program with fewer than five left out has the wider of
-    its own rows, fitted or not, and of its family, the programs whose names begin alike; none when that has too few.
+    their errors (5 % at least) and the chips of all its rows. A program with fewer than five left out has the widest of
+    these, of all its rows, fitted or not, and of its family, the programs whose names begin alike; none when that has too few.
     """
     table = {}
     for name in sorted({found.case.software.name for found in replays}):
@@ -135,7 +135,7 @@ def bands(replays: list[Replay]) -> dict[str, dict[str, Any]]:
         )
         widths = [_quantile(left_out)]
         if len(left_out) < FEWEST:
-            widths = [_quantile(others), _quantile([abs(found.error) for found in own])]
+            widths += [_quantile(others), _quantile([abs(found.error) for found in own])]
         if len(others) >= FEWEST:
             chips = sorted({found.case.cluster.chip.key for found in own})
             table[name] = {

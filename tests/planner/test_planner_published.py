@@ -42,8 +42,8 @@ def test_published_times() -> None:
 
 
 def test_rows_that_nobody_fitted_judge() -> None:
-    """About half of the rows, by a hash of their names. For each program with five of them or more: median at most 8 %,
-    four in five inside its band; on the H100 no bias beyond 5 %. The bands that plans print are those. `nemo-moe`,
+    """About half of the rows, by a hash of their names. For each program with five of them or more: median at most 8 %;
+    for each, four in five inside its band; on the H100 no bias beyond 5 %. The bands that plans print are those. `nemo-moe`,
     whose experts are issued one by one, misses the 8 % by a little (docs/journal.md).
     """
     replays = replay()
@@ -51,9 +51,10 @@ def test_rows_that_nobody_fitted_judge() -> None:
     shipped = tomllib.loads((ROOT / "planner" / "bands.toml").read_text())
     assert bands(replays) == shipped
     for name, row in by_program(replays).items():
+        assert row["inside"] >= 0.8, name
         if row["rows"] >= 5:
-            most = 0.085 if name == "nemo-moe" else 0.08
-            assert row["median"] <= most and row["inside"] >= 0.8, name
+            most = 0.081 if name == "nemo-moe" else 0.08
+            assert row["median"] <= most, name
     h100 = [
         found.error
         for found in replays
