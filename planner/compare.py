@@ -13,7 +13,7 @@ from .run import Run
 from .search import Candidate, Search
 
 DECIDES = {"cost": "cost", "days": "expected_days", "energy": "kwh"}
-ROWS = "layout|s/step|MFU|GiB of a chip|days alone|days expected|from|to|training|spare nodes|cost|MWh|t CO2"
+ROWS = "layout|s/step|band|MFU|GiB of a chip|days alone|days expected|from|to|training|spare nodes|cost|MWh|t CO2"
 
 
 def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tuple[dict[str, Any], list[str]]:
@@ -21,8 +21,9 @@ def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tupl
     found = []
     for name, search, best, run in choices:
         facts = candidate_facts(search, best, run)
-        facts |= {"name": name, "cluster": search.cluster.name, "priced": search.cluster.priced}
-        facts["capacity_gib"] = search.cluster.chip.memory_gib
+        cluster, price = search.cluster, search.cluster.price_per_chip_hour
+        facts |= {"name": name, "cluster": cluster.name, "capacity_gib": cluster.chip.memory_gib}
+        facts["priced"] = f"{price:g} {cluster.currency} a chip and hour, {cluster.priced}" if price else ""
         found.append(facts)
     key = DECIDES[by]
     if unknown := [facts["name"] for facts in found if facts["run"][key] is None]:
@@ -45,27 +46,31 @@ def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tupl
 
 def comparison_cells(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """One row for each figure, one column for each choice."""
-
-    def known(value: float | None, per: float, unit: str = "") -> str:
-        return (
-            "-"
-            if value is None
-            else (f"{value / per:,.0f}" if value >= 1e3 * per else f"{value / per:.3g}") + unit
-        )
-
     columns = []
     for facts in found:
         run = facts["run"]
-        cells = [facts["layout"], f"{facts['step_seconds']:.3g}", f"{facts['mfu']:.1%}"]
+        cells = [
+            facts["layout"],
+            f"{facts['step_seconds']:.3g}",
+            f"+-{facts['band']:.0%}",
+            f"{facts['mfu']:.1%}",
+        ]
         cells += [f"{facts['needed_gib']:.1f} of {facts['capacity_gib']:g}"]
         cells += [f"{run[name]:.3g}" for name in ("days", "expected_days", "days_low", "days_high")]
         cells += [
             f"{run['goodput']:.1%}",
             str(run["spare_nodes"]),
-            known(run["cost"], 1, f" {run['currency']}"),
+            known(run["cost"], 1, run["currency"]),
         ]
         columns.append([*cells, known(run["kwh"], 1e3), known(run["co2_kg"], 1e3)])
     return [(name, *cells) for name, *cells in zip(ROWS.split("|"), *columns, strict=True)]
+
+
+def known(value: float | None, per: float, unit: str = "") -> str:
+    """A figure with three digits or all before the point, "-" where it is not known."""
+    if value is None:
+        return "-"
+    return (f"{value / per:,.0f}" if value >= 1e3 * per else f"{value / per:.3g}") + f" {unit}".rstrip()
 
 
 def why_lost(best: dict[str, Any], other: dict[str, Any], by: str) -> str:
@@ -82,7 +87,7 @@ def why_lost(best: dict[str, Any], other: dict[str, Any], by: str) -> str:
         for name in best["parts"]
     }
     grown = max(shares, key=shares.__getitem__)
-    return words + (f"; {grown} takes {shares[grown]:.0%} more of its step" if shares[grown] > 0.005 else "")
+    return words + (f"; {shares[grown]:.0%} more of its step is {grown}" if shares[grown] > 0.005 else "")
 
 
 def write_comparison(path: Path, facts: dict[str, Any]) -> None:
@@ -91,10 +96,7 @@ def write_comparison(path: Path, facts: dict[str, Any]) -> None:
     header = ("", *(choice["name"] for choice in found))
     parts = [
         Part(
-            f"By {facts['by']}: {found[0]['name']} is best",
-            note=KEY,
-            header=header,
-            rows=comparison_cells(found),
+            f"By {facts['by']}: {found[0]['name']} is best", KEY, header=header, rows=comparison_cells(found)
         ),
         Part(
             "Why the others lost",
@@ -102,21 +104,20 @@ def write_comparison(path: Path, facts: dict[str, Any]) -> None:
             rows=[tuple(row.values()) for row in facts["reasons"]],
         ),
     ]
-    for title, name, unit in (
-        ("Days expected", "expected_days", "days"),
-        ("Cost", "cost", found[0]["run"]["currency"]),
-        ("Energy", "kwh", "kWh"),
+    priced = [(choice["name"], choice["priced"]) for choice in found if choice["priced"]]
+    parts += [Part("Prices", header=("choice", "list"), rows=priced)] if priced else []
+    for title, name, per, unit in (
+        ("Days expected", "expected_days", 1.0, "days"),
+        ("Cost, spare nodes included", "cost", 1.0, found[0]["run"]["currency"]),
+        ("Energy of the machines", "kwh", 1e3, "MWh"),
     ):
         values = {choice["name"]: choice["run"][name] for choice in found}
         if None not in values.values():
             most = max(values.values()) or 1.0
-            bars = [Bar(key, value / most, text=f"{cell(value)} {unit}") for key, value in values.items()]
+            bars = [Bar(key, value / most, text=known(value, per, unit)) for key, value in values.items()]
             parts.append(Part(title, bars=bars))
     with create_artifact(path, "plan") as draft:
         (draft.path / "compare.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        note = f"Spans take the band of the prediction and the published rates of failures. {made_here()}"
-        (draft.path / "compare.html").write_text(
-            page(f"Choices for {facts['model']}" if "model" in facts else "Choices", parts, note),
-            encoding="utf-8",
-        )
+        note = f"Days expected count failures; from and to take the band of the prediction and the published rates of failures. {made_here()}"
+        (draft.path / "compare.html").write_text(page("Choices", parts, note), encoding="utf-8")
         draft.facts |= {"best": found[0]["name"], "by": facts["by"]}

@@ -130,7 +130,7 @@ def explain(search: Search, candidate: Candidate, run: Run) -> tuple[dict[str, A
     """Where the time and the memory of one layout go. Both lists sum to what the table says."""
     facts = candidate_facts(search, candidate, run)
     facts["memory"] = stage_memory(search.work, candidate.layouts, search.software)
-    title = f"{candidate.describe()} on {search.world:,} chips of {search.cluster.name}"
+    title = f"{candidate.describe()} on {search.world:,} chips of {search.cluster.name}, +-{band(search):.0%}"
     rows = [
         (name, f"{value:,.4f}", f"{value / candidate.seconds:.1%}")
         for name, value in [*candidate.parts.items(), ("step", candidate.seconds)]

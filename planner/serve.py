@@ -3,7 +3,7 @@
 A second, smaller kernel list: one forward in an engine that fuses everything element-wise into its products (TensorRT).
 A product of few tiles leaves processors idle, which costs the time of `tile` tiles on each; low-power cards lower their
 clock under load by the square root of the power they lack for their process. A decoder's step also streams every weight
-and the cache. Five constants, fitted on NVIDIA's published BERT latencies; docs/planning.md has the error with each GPU
+and the cache; of experts those that any of its tokens chose, at random. Five constants, fitted on NVIDIA's published BERT latencies; docs/planning.md has the error with each GPU
 left out.
 """
 
@@ -13,9 +13,11 @@ from typing import Any
 
 from ..core.errors import WrongUse
 from ..core.hardware import Chip
-from ..models.config import BERTConfig, ModelConfig
+from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .hardware import Cluster
+from .kernels import width_of_feed_forward
 from .memory import capacity_bytes
+from .work import has_experts
 
 BATCHES = tuple(2**power for power in range(11))
 MOST_ROWS = 8192  # of a batch
@@ -87,21 +89,32 @@ def forward_seconds(
     peak = chip.tflops[dtype] * 1e12 * share * constants.product_fraction
     half = chip.tflops[usual] * 1e12 * share * constants.attention_fraction
     stream = chip.bandwidth_gb_s * 1e9 * STREAM_FRACTION
-    rows, width, wide = batch * tokens, config.width, config.feed_forward_size / tensor
+    rows, width, ups = batch * tokens, config.width, 2 if config.gated else 1
     heads = config.heads * config.head_size / tensor
     keys = max(config.key_value_heads / tensor, 1) * config.head_size
-    up = (2 if config.gated else 1) * wide
-    shapes = [(width, heads + 2 * keys), (heads, width), (width, up), (wide, width)]
 
-    def product(inner: float, outer: float, count: int) -> float:
+    def product(inner: float, outer: float, count: int, matrices: float = 1.0) -> float:
         idle = 1 + constants.tile * (chip.processors or 1) * TILE / (count * outer)
-        busy = max(2.0 * count * inner * outer / peak * idle, size * inner * outer / stream)
+        busy = max(2.0 * count * inner * outer / peak * idle, size * matrices * inner * outer / stream)
         return busy + constants.launch_s
+
+    def feed_forward(wide: float, count: int, matrices: float = 1.0) -> float:
+        wide = wide / tensor
+        return product(width, ups * wide, count, matrices) + product(wide, width, count, matrices)
 
     causal = 0.5 if not isinstance(config, BERTConfig) and tokens == seen else 1.0
     cached = cache_number(precision, dtype) * 2.0 * batch * seen * keys
     core = max(4.0 * causal * rows * seen * heads / half, cached / stream)
-    layer = sum(product(inner, outer, rows) for inner, outer in shapes) + core + 3 * constants.launch_s
+    layer = (
+        product(width, heads + 2 * keys, rows) + product(heads, width, rows) + core + 3 * constants.launch_s
+    )
+    mixed = has_experts(config)
+    layer += (1 - mixed) * feed_forward(config.feed_forward_size, rows) if mixed < 1 else 0.0
+    if isinstance(config, GPTConfig) and mixed:
+        chosen = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** rows)
+        layer += mixed * feed_forward(config.expert_size, rows * config.experts_per_token, chosen)
+        shared = config.shared_experts * config.expert_size
+        layer += mixed * feed_forward(shared, rows) if shared else 0.0
     if tensor > 1:
         sent = 2 * (tensor - 1) / tensor * 2.0 * rows * width / (link_gb_s * 1e9 * LINK_FRACTION)
         layer += 2 * (SUM_START_S + sent)
@@ -153,7 +166,7 @@ def serve(
     cache = cache_bytes(config, batch, length + new_tokens, cache_number(precision, dtype)) / tensor * spread
     at_once = batch * length if isinstance(config, BERTConfig) else min(batch * length, PREFILLED)
     held = config.parameter_count() * NUMBER.get(dtype, 2) / tensor + cache + RUNTIME_BYTES
-    held += 2.0 * at_once * (2 * config.width + config.feed_forward_size / tensor)
+    held += 2.0 * at_once * (2 * config.width + width_of_feed_forward(config) / tensor)
     rate = batch / whole
     tokens = rate * (new_tokens or length)
     return Service(batch, tensor, whole, first, one_more, rate, tokens, held)
@@ -188,8 +201,6 @@ def plan_service(
     A request waits at most for the batch before its own, so the 99th percentile is taken as two batches.
     Raises WrongUse on what the model or the card cannot do, when the model does not fit or no batch is fast enough.
     """
-    if getattr(config, "experts", 0):
-        raise WrongUse("an engine with experts is not planned yet", where="MODEL", fix="a dense preset")
     chip = cluster.chip
     precision = precision or rates_of(chip, "fp16")[0]
     length = length or min(128, config.sequence_length)

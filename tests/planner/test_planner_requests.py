@@ -297,7 +297,9 @@ SHARED = {
     "--layout": AXES,
     "--optimizer": st.sampled_from(OPTIMIZERS),
     "--price": REAL,
-    "--software": st.sampled_from(["throughline", "nemo", "fsdp", "megatron-2019", "deepspeed-2020", "x"]),
+    "--software": st.sampled_from(
+        ["throughline", "nemo", "nemo-moe", "fsdp", "megatron-2019", "deepspeed-2020", "x"]
+    ),
     "--target-tokens": REAL,
     "--failures": REAL,
     "--grid": st.sampled_from(["france", "0", "9e9"]),

@@ -94,3 +94,14 @@ def test_longer_batches_are_slower_and_better() -> None:
     rows = [serve(config, chip, batch, 384, 0, "fp16") for batch in (1, 8, 64)]
     assert rows[0].seconds < rows[1].seconds < rows[2].seconds
     assert rows[0].per_second < rows[1].per_second < rows[2].per_second
+
+
+def test_a_decoding_step_reads_the_experts_that_its_tokens_chose() -> None:
+    """Mixtral's one row a step reads two experts of eight; of many rows' all are read, as a dense model's are."""
+    config, chip = preset("mixtral-8x7b"), find_cluster("h200").chip
+    stream = chip.bandwidth_gb_s * 1e9 * 0.8
+    experts = config.layers * config.experts * 3 * config.width * config.expert_size
+    few, many = (forward_seconds(config, chip, batch, 1, 512, "fp16") for batch in (1, 64))
+    assert few < 2 * 0.35 * config.parameter_count() / stream < 2 * experts / stream < many
+    facts = plan_service(config, find_cluster("dgx-h100"), 512, 128, "fp16", None, 0, 10.0)
+    assert facts["best"]["tensor"] > 1 and facts["cards"] >= facts["best"]["tensor"]
