@@ -15,7 +15,7 @@ import numpy as np
 from throughline.core.hardware import Chip
 from throughline.models.config import ModelConfig
 from throughline.models.presets import preset
-from throughline.planner.constants import FITTED, MEASURED, OF_EXPERTS, Constants
+from throughline.planner.constants import FITTED, Constants
 from throughline.planner.hardware import find_cluster
 from throughline.planner.serve import FITTED as SERVE
 from throughline.planner.serve import ServeConstants, forward_seconds
@@ -29,6 +29,8 @@ from throughline.prove.validate import (
 )
 
 KNEE = 0.03  # relative error beyond which a row pulls linearly
+MEASURED = ("issue_s", "start_s", "link_fraction")  # not touched by a fit on published rows
+OF_EXPERTS = ("expert_fraction", "expert_issue_s", "expert_overlap")  # fitted on models with experts alone
 PULL = 0.05  # weight of one doubling of a constant against one table
 
 

@@ -306,17 +306,7 @@ def validate(all_rows: bool, own: Path | None) -> None:
 )
 @question(MACHINES)
 @throughline_command
-def serve(
-    model: str,
-    on: str,
-    length: int | None,
-    new_tokens: int,
-    precision: str | None,
-    tensor: int | None,
-    p99: float,
-    qps: float,
-    **options: Any,
-) -> None:
+def serve(model: str, on: str, **options: Any) -> None:
     """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
 
     \b
@@ -324,7 +314,8 @@ def serve(
               throughline plan serve llama-70b --on dgx-h100 --length 2048 --new-tokens 256 --qps 20
     """
     config, cluster = preset(model), priced_cluster(on, options)
-    facts = plan_service(config, cluster, length, new_tokens, precision, tensor, p99, qps)
+    asked = {name: options[name] for name in ("length", "new_tokens", "precision", "tensor", "qps")}
+    facts = plan_service(config, cluster, **asked, p99_ms=options["p99"])
     console.result(facts, service_lines(model, facts))
 
 

@@ -8,7 +8,7 @@ from ..core.artifact import create_artifact
 from ..core.console import cell, table
 from ..core.errors import WrongUse
 from ..core.page import Bar, Part, made_here, page
-from .report import KEY, candidate_facts
+from .report import KEY, candidate_facts, price_told
 from .run import Run
 from .search import Candidate, Search
 
@@ -21,9 +21,9 @@ def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tupl
     found = []
     for name, search, best, run in choices:
         facts = candidate_facts(search, best, run)
-        cluster, price = search.cluster, search.cluster.price_per_chip_hour
+        cluster = search.cluster
         facts |= {"name": name, "cluster": cluster.name, "capacity_gib": cluster.chip.memory_gib}
-        facts["priced"] = f"{price:g} {cluster.currency} a chip and hour, {cluster.priced}" if price else ""
+        facts["priced"] = price_told(cluster)
         found.append(facts)
     key = DECIDES[by]
     if unknown := [facts["name"] for facts in found if facts["run"][key] is None]:
@@ -67,10 +67,8 @@ def comparison_cells(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def known(value: float | None, per: float, unit: str = "") -> str:
-    """A figure with three digits or all before the point, "-" where it is not known."""
-    if value is None:
-        return "-"
-    return (f"{value / per:,.0f}" if value >= 1e3 * per else f"{value / per:.3g}") + f" {unit}".rstrip()
+    """A figure in a unit, "-" where it is not known."""
+    return "-" if value is None else f"{cell(value / per)} {unit}".rstrip()
 
 
 def why_lost(best: dict[str, Any], other: dict[str, Any], by: str) -> str:
@@ -118,6 +116,6 @@ def write_comparison(path: Path, facts: dict[str, Any]) -> None:
             parts.append(Part(title, bars=bars))
     with create_artifact(path, "plan") as draft:
         (draft.path / "compare.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        note = f"Days expected count failures; from and to take the band of the prediction and the published rates of failures. {made_here()}"
+        note = f"Days expected count failures; from and to take the bands and the rates of failures. {made_here()}"
         (draft.path / "compare.html").write_text(page("Choices", parts, note), encoding="utf-8")
         draft.facts |= {"best": found[0]["name"], "by": facts["by"]}

@@ -37,27 +37,12 @@ from .work import (
 )
 
 Number = Any
-PARTS = (
-    "matrix products",
-    "attention",
-    "memory-bound kernels",
-    "host issue",
-    "tensor",
-    "context",
-    "expert",
-    "pipeline sends",
-    "bubble",
-    "data exposed",
-    "offload exposed",
-    "optimizer",
-    "step overhead",
-)
 
 
 def step_time(
     work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
 ) -> dict[str, Number]:
-    """Seconds of one optimizer step by part (`PARTS`); their sum is the step time."""
+    """Seconds of one optimizer step by part, as they are told; their sum is the step time."""
     return Step(work, layouts, cluster, software, constants).parts()
 
 
@@ -191,13 +176,12 @@ class Step:
 
     def times(self) -> tuple[dict, dict, dict]:
         """`kernel_times` of the three lists of `kernels`."""
-        layer, table, head = (
-            kernel_times(kernels, self.cluster, self.software, self.constants) for kernels in self.kernels()
-        )
+        machine = self.cluster, self.software, self.constants
+        layer, table, head = (kernel_times(kernels, *machine) for kernels in self.kernels())
         return layer, table, head
 
     def parts(self) -> dict[str, Number]:
-        """Seconds by part (`PARTS`)."""
+        """Seconds by part."""
         config, layouts, software, constants = self.work.config, self.layouts, self.software, self.constants
         full, selective, micro_batches = layouts.recompute == 2, layouts.recompute == 1, self.micro_batches
         saved = software.saves_products  # else selective recomputation repeats the attention core alone
@@ -209,9 +193,8 @@ class Step:
 
         def of(kind: str) -> Number:
             """Seconds of one micro-batch on the slowest process."""
-            per_layer = (
-                layer["forward", kind] * (1 + full + repeated[kind] * selective) + layer["backward", kind]
-            )
+            passes = 1 + full + repeated[kind] * selective
+            per_layer = layer["forward", kind] * passes + layer["backward", kind]
             ends = [times["forward", kind] + times["backward", kind] for times in (table, head)]
             return layers * per_layer + has_tables * ends[0] + has_head * ends[1]
 
@@ -225,11 +208,11 @@ class Step:
             "memory-bound kernels": of("memory") + passed / memory_bandwidth(self.cluster, constants),
         }
         busy = sum(one.values())
-        one["expert"] = self.expert_time(layers, busy)
-        issue = layers * (2 + full) * self.issue_time()
-        one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy - one["expert"], 0.0)
+        issue, expert = layers * (2 + full) * self.issue_time(), self.expert_time(layers, busy)
+        one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy - expert, 0.0)
         one["tensor"] = self.tensor_time(*slowest)
         one["context"] = np.maximum(layers * self.context_time() - constants.overlap * core, 0.0)
+        one["expert"] = expert
         one["pipeline sends"] = self.hop_time()
         spent = sum(one.values())
         per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / np.maximum(layers, 1)
@@ -241,7 +224,7 @@ class Step:
         parts["data exposed"] = self.data_time(spent, backward)
         parts |= self.update_times(backward)
         parts["step overhead"] = STEP_LAYERS * constants.issue_s + 0.0 * micro_batches
-        return {name: parts[name] for name in PARTS}
+        return parts
 
     def bubble_time(self, spent: Number, layer: Number, table: Number, head: Number) -> Number:
         """Seconds that the slowest process waits in a step: m t_max + (sum t - t_max) / v (Narayanan et al. 2021,
@@ -274,8 +257,8 @@ class Step:
         iterated = layers * matrices * self.software.orthogonal_flops
         once = np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth)
         return {
-            "optimizer": once + iterated / peak_flops(self.cluster, numbers.compute),
             "offload exposed": np.where(offloaded, exposed, 0.0),
+            "optimizer": once + iterated / peak_flops(self.cluster, numbers.compute),
         }
 
     def tensor_time(self, layers: Number, tables: Number, head: Number) -> Number:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from .constants import shipped_table
 
 SECONDS_PER_DAY = 86400.0
-PRODUCTION = (
-    1.25  # a long run as reported takes longer than its benchmark by this: Llama 3's, docs/planning.md
-)
+PRODUCTION = 1.25  # a long run as reported takes longer than its benchmark by this (docs/planning.md)
 RESTART_S = (
-    300.0  # to find the fault, start on other nodes and read; our launcher alone takes 5 s (docs/results.md)
+    300.0  # to find the fault, start elsewhere and read; our launcher alone takes 5 s (docs/results.md)
 )
 REPAIR_DAYS = 3.0  # that a failed node is away
 SHORT = 0.01  # chance that more nodes are away at once than there are spares

@@ -112,12 +112,8 @@ def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int
     """The matrices of the mean layer's feed-forward, and what experts do besides: the router, and the rows sorted by
     expert and put back.
     """
-    size, tokens, width, mixed = (
-        software.precision.activation,
-        share.tokens,
-        config.width,
-        has_experts(config),
-    )
+    size, mixed = software.precision.activation, has_experts(config)
+    tokens, width = share.tokens, config.width
 
     def dense(outer: Number, part: float) -> Iterator[Kernel]:
         for kernel in (
@@ -173,10 +169,8 @@ def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kerne
 def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
     """The attention core. Fused kernels skip the masked half of a causal square; batched products do not."""
     size, heads = software.precision.activation, config.heads / share.tensor
-    pattern, causal = (
-        config.attention_pattern,
-        software.fused_attention and not isinstance(config, BERTConfig),
-    )
+    pattern = config.attention_pattern
+    causal = software.fused_attention and not isinstance(config, BERTConfig)
     seen = share.length * (0.5 if causal else 1.0)
     if pattern is not None:  # the mean of the layers
         near = config.windowed_layers / config.layers
@@ -217,10 +211,8 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
     norms = (20 + 2 * dropout, 20 + 10 * dropout + 4 * bias)
     rows, acted = (16, 26), (4, 6)
     if not fused:
-        norms, rows = (
-            (20 + 10 * dropout + 8 * bias, 32 + 10 * dropout + 4 * bias),
-            (16 + 12 * bias, 26 + 8 * bias),
-        )
+        norms = (20 + 10 * dropout + 8 * bias, 32 + 10 * dropout + 4 * bias)
+        rows = (16 + 12 * bias, 26 + 8 * bias)
         acted = (4 + 4 * bias, 6 + 4 * bias)
     if not activation:
         acted = (22 + 4 * bias, 30 + 4 * bias)
@@ -260,9 +252,8 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     """
     size, tokens, width = software.precision.activation, share.tokens, config.width
     whole = share.tensor if software.sequence_parallel else 1
-    rows_stay = (
-        not software.layer_sums and not software.on_host
-    )  # our graphs keep what was gathered for products
+    # our graphs keep what was gathered for products
+    rows_stay = not software.layer_sums and not software.on_host
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     scores = share.rows * config.heads / share.tensor * share.length * share.length / share.context
     # rows in the order of their experts, and their answers

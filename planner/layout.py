@@ -46,9 +46,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sharding: Sharding = (
-        "replicated"  # what the data processes share: nothing, optimizer states, + gradients, + weights
-    )
+    # what the data processes share: nothing, optimizer states, + gradients, + weights
+    sharding: Sharding = "replicated"
     replicas: int = 1  # hybrid sharding: groups of data processes that each hold a whole copy
     schedule: Schedule = "1f1b"
     stages_per_process: int = 1
@@ -214,11 +213,8 @@ def _data_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[Rule]:
     fix = f"train.batch_rows a multiple of {data * micro_rows}{fix}"
     yield rows % (data * micro_rows), "data", text, fix
     if layout.sharding == "replicated":
-        text, fix = (
-            "every data process holds a whole copy already",
-            'parallel.sharding = "full", or replicas = 1',
-        )
-        yield replicas not in (1, data), "replicas", text, fix
+        text = "every data process holds a whole copy already"
+        yield replicas not in (1, data), "replicas", text, 'parallel.sharding = "full", or replicas = 1'
     else:
         text = f"{data} data processes cannot be {replicas} groups that shard among themselves"
         fix = 'a proper divisor of parallel.data, or parallel.sharding = "replicated"'
@@ -278,10 +274,7 @@ def _micro_batch_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[R
             fix = f"at most {own_rows // pipeline}, a divisor of {own_rows}"
             yield True, "train.micro_batch_rows", text, fix
     elif schedule.startswith("interleaved"):
-        text = (
-            f"{schedule} goes in rounds: {micro_batches} micro-batches on {pipeline} pipeline processes "
-            "make no whole rounds"
-        )
+        text = f"{micro_batches} micro-batches on {pipeline} processes make no whole rounds of {schedule}"
         uneven = micro_batches % max(1, micro_batches // pipeline)
         yield uneven, "train.micro_batch_rows", text, f"a multiple of {pipeline} micro-batches"
 

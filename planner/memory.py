@@ -162,10 +162,8 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     experts, others = layer_parameters(config)
     block = others / layouts.tensor + experts / layouts.expert
     rest = (config.parameter_count() - config.layers * (experts + others)) / layouts.tensor
-    gathered, flying_rows = (
-        rest + software.gathered_blocks * block,
-        work.rows / (layouts.data * layouts.micro_rows),
-    )
+    gathered = rest + software.gathered_blocks * block
+    flying_rows = work.rows / (layouts.data * layouts.micro_rows)
     behind = layouts.pipeline - 1 - place if place >= 0 else 0
     flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
     tokens = Share(layouts.micro_rows, work.length * work.fill, context=layouts.context).tokens
@@ -175,9 +173,8 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     logits = loss_bytes(work, layouts, software, tokens) + 2 * numbers.activation * hidden
     logits = np.where(alone | (np.asarray(behind) == 0), logits, 0.0)
     streamed, offload = (layouts.sharding == 3) & alone, np.asarray(layouts.offload) > 0
-    saved = (
-        software.on_host * owned * (numbers.master + numbers.moments + numbers.weight * (numbers.master == 0))
-    )
+    copied = numbers.master + numbers.moments + numbers.weight * (numbers.master == 0)
+    saved = software.on_host * owned * copied
     return state_terms(config, layouts, numbers, held, owned) | {
         "gathered weights": np.where(streamed, gathered * numbers.sent, 0.0),
         "reduced gradients": np.where(streamed & (flying_rows > 1), rest * numbers.reduced, 0.0),

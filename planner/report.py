@@ -8,6 +8,7 @@ from typing import Any
 from ..core.console import amount, table
 from ..models.config import GPTConfig, ModelConfig
 from .goodput import goodput, node_failures
+from .hardware import Cluster
 from .memory import MOMENTS, stage_memory
 from .run import Run, run_facts, run_lines, saves_of
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
@@ -82,10 +83,15 @@ def ranked(found: Found, run: Run) -> tuple[dict[str, Any], list[str]]:
         lines += ["", f"beside {best[0].describe()}:", *(f"  {name:<26}{reason}" for name, reason in reasons)]
     whole = run_lines(rows[0]["run"]) if rows else []
     lines += ["", *whole] if whole else []
-    cluster = search.cluster
-    if price := cluster.price_per_chip_hour:
-        lines += ["", f"price: {price:g} {cluster.currency} a chip and hour, {cluster.priced}"]
+    if price := price_told(search.cluster):
+        lines += ["", f"price: {price}"]
     return facts, lines
+
+
+def price_told(cluster: Cluster) -> str:
+    """What a chip costs, and where that stands; "" where it is not known."""
+    price = cluster.price_per_chip_hour
+    return f"{price:g} {cluster.currency} a chip and hour, {cluster.priced}" if price else ""
 
 
 def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], list[tuple[str, ...]]]:

@@ -19,9 +19,7 @@ SAVED_BYTES = 12  # of a parameter in a checkpoint: fp32 weight and two moments
 PAUSE_S = 0.1  # that training waits for a save beside the copy: docs/results.md, save-pause
 WRITTEN_GB_S = 1.0  # to storage by a node, while training goes on; set
 BETWEEN_STEPS = 64  # sizes of a growing batch that are priced; more of them change days by less than 0.1 %
-Ramp = tuple[
-    int, int, int
-]  # rows of the first batch, rows added each time, rows of the run until it is whole
+Ramp = tuple[int, int, int]  # rows of the first batch, rows added each time, rows until it is whole
 
 
 @dataclass(frozen=True)

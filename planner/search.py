@@ -49,14 +49,9 @@ class Candidate:
     def describe(self) -> str:
         """One short line: degrees, rows of a micro-batch, and what is shared, recomputed or on the host."""
         here = self.layouts
-        names = (
-            ("T", here.tensor),
-            ("P", here.pipeline),
-            ("C", here.context),
-            ("D", here.data),
-            ("E", here.expert),
-        )
-        words = [f"{short}{degree}" for short, degree in names if degree > 1] or ["one process"]
+        degrees = zip("TPCDE", ("tensor", "pipeline", "context", "data", "expert"))
+        words = [f"{short}{getattr(here, axis)}" for short, axis in degrees if getattr(here, axis) > 1]
+        words = words or ["one process"]
         words += [f"micro {here.micro_rows}"]
         words += [f"turns {here.turns}"] if here.turns > 1 else []
         words += [SHARDINGS[here.sharding]] if here.sharding else []
@@ -120,9 +115,8 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
             continue
         per = work.rows // rest
         shardings = (0,) if rest * context == 1 else (0, 1) if pipeline > 1 else (0, 1, 2, 3)
-        recomputes = (
-            (0, 2) if search.software.fused_attention and not search.software.saves_products else (0, 1, 2)
-        )
+        core_alone = search.software.fused_attention and not search.software.saves_products
+        recomputes = (0, 2) if core_alone else (0, 1, 2)
         offloads = [kind for kind in fixed.get("offload", (0,)) if pipeline == 1 or not kind]
         turns = fixed.get("turns") or turns_of(config.layers, pipeline)
         shared = shared_experts(search, rest, tensor)

@@ -3,8 +3,8 @@
 A second, smaller kernel list: one forward in an engine that fuses everything element-wise into its products (TensorRT).
 A product of few tiles leaves processors idle, which costs the time of `tile` tiles on each; low-power cards lower their
 clock under load by the square root of the power they lack for their process. A decoder's step also streams every weight
-and the cache; of experts those that any of its tokens chose, at random. Five constants, fitted on NVIDIA's published BERT latencies; docs/planning.md has the error with each GPU
-left out.
+and the cache; of experts those that any of its tokens chose, at random. Five constants, fitted on NVIDIA's published
+BERT latencies; docs/planning.md has the error with each GPU left out.
 """
 
 import math
@@ -105,9 +105,8 @@ def forward_seconds(
     causal = 0.5 if not isinstance(config, BERTConfig) and tokens == seen else 1.0
     cached = cache_number(precision, dtype) * 2.0 * batch * seen * keys
     core = max(4.0 * causal * rows * seen * heads / half, cached / stream)
-    layer = (
-        product(width, heads + 2 * keys, rows) + product(heads, width, rows) + core + 3 * constants.launch_s
-    )
+    layer = product(width, heads + 2 * keys, rows) + product(heads, width, rows)
+    layer += core + 3 * constants.launch_s
     mixed = has_experts(config)
     layer += (1 - mixed) * feed_forward(config.feed_forward_size, rows) if mixed < 1 else 0.0
     if isinstance(config, GPTConfig) and mixed:

@@ -61,13 +61,9 @@ class Software:
     fused_activation: bool = True  # the activation in one kernel; with fused_norms its bias too
     pass_bytes: int = 10  # read and written for one parameter in each micro-batch: casts, gradients added up
     split_inputs: bool = False  # full recomputation keeps a layer's input divided over the tensor ranks
-    gathered_blocks: int = (
-        2  # layers whose weights are whole at once under full sharding: this one, and the next
-    )
+    gathered_blocks: int = 2  # layers whose weights are whole at once under full sharding
     split_sends: bool = True  # each tensor rank sends its part of what passes between stages
-    drains_queue: bool = (
-        False  # the host waits for the device in every layer: issuing adds to the kernels' time
-    )
+    drains_queue: bool = False  # the host waits in every layer: issuing adds to the kernels' time
     one_ring: bool = False  # gathers between nodes use one adapter
     sequence_parallel: bool = False  # norms, dropout and residual divided by the tensor degree
     layer_sums: int = 4  # of a layer over the tensor axis; 0: what our engine sends (traffic.py)
@@ -75,13 +71,9 @@ class Software:
     gradient_share: float = 1.0  # of the bytes of whole gradients, which copies send (compression)
     rows_once: bool = False  # a row for several experts of a node, or of a process, is sent there once
     overlap_experts: bool = False  # the exchange of rows with experts hides behind another micro-batch
-    fused_experts: bool = (
-        True  # the products of a process' experts are one kernel, which casts its inputs too
-    )
+    fused_experts: bool = True  # the products of a process' experts are one kernel, casts included
     graphed: str = ""  # what CUDA graphs issue at once: attention (all of a layer but its experts), or step
-    routed_bytes: float = (
-        0.0  # read and written besides for a number of a routed row, in fp32: experts' biases
-    )
+    routed_bytes: float = 0.0  # read and written besides for a number of a routed row: experts' biases
     overlap_tensor: bool = False  # part of the tensor axis' traffic hides behind products
     every_logit: bool = True  # BERT: logits for all positions, not for the masked ones alone
     loss_bytes: int = 8  # of a logit at the peak of the loss
@@ -96,9 +88,7 @@ class Software:
     update_bytes: int = 4  # of a parameter in an update's buffers, a bucket at a time
     forwards_first: bool = False  # a pipeline keeps all micro-batches (gpipe)
     runtime_bytes: float = 0.8e9  # context, kernels, libraries and their workspaces
-    on_host: bool = (
-        False  # the processor computes: what offload and checkpoints put on the host is in its memory
-    )
+    on_host: bool = False  # the processor computes: offloaded states and checkpoints are in its memory
     saves_between: bool = False  # checkpoints are written while steps go on: their copy is there all the time
     evaluated_tokens: int = 0  # in a batch of the validation inside the run; 0: there is none
     source: str = ""

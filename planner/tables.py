@@ -39,10 +39,8 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
     ("blocks.*.mlp.up.*", 0),
     ("blocks.*.mlp.gate.*", 0),
     ("blocks.*.mlp.down.weight", 1),
-    (
-        "blocks.*.mlp.shared.up.*",
-        0,
-    ),  # experts are whole: each process routes its part of the row through them
+    # experts are whole: each process routes its part of the row through them
+    ("blocks.*.mlp.shared.up.*", 0),
     ("blocks.*.mlp.shared.gate.*", 0),
     ("blocks.*.mlp.shared.down.weight", 1),
     ("mlm_transform.*", "same"),  # the heads of BERT work on selected positions, the same on every process

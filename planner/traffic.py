@@ -99,8 +99,7 @@ def traffic(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank
     """
     found = [
         *_tensor_traffic(config, layout, batch, pipeline_rank),
-        *_context_traffic(config, layout, batch, pipeline_rank),
-        *_expert_traffic(config, layout, batch, pipeline_rank),
+        *_row_traffic(config, layout, batch, pipeline_rank),
         *_pipeline_traffic(config, layout, batch, pipeline_rank),
         *_data_traffic(config, layout, batch, pipeline_rank),
     ]
@@ -229,33 +228,21 @@ def expert_sends(
     return calls, calls * tokens / tensor * config.experts_per_token * config.width * numbers.sent
 
 
-def _layers_here(config: ModelConfig, layout: Layout, pipeline_rank: int) -> int:
-    return sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
-
-
-def _expert_traffic(
+def _row_traffic(
     config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
-    if layout.expert == 1:
-        return
-    layers = _layers_here(config, layout, pipeline_rank)
-    tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute == "full")
-    calls, size = expert_sends(config, batch.numbers, tokens, layout.tensor, again)
-    times = batch.micro_batches * layers
-    yield Traffic("expert", "all-to-all", round(times * calls), round(times * size), "rows of experts")
-
-
-def _context_traffic(
-    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
-) -> Iterator[Traffic]:
-    if layout.context == 1:
-        return
-    layers = _layers_here(config, layout, pipeline_rank)
-    tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute != "none")
-    times = batch.micro_batches * layers
-    degrees = layout.tensor, layout.context
-    for what, calls, size in context_sends(config, batch.numbers, tokens, *degrees, again):
-        yield Traffic("context", "send", times * int(calls), times * int(size), what)
+    """Of the layers of a process over the context axis and with the processes of their experts."""
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+    times, tokens = batch.micro_batches * layers, batch.rows * batch.length // layout.context
+    if layout.context > 1:
+        degrees, again = (layout.tensor, layout.context), int(batch.recompute != "none")
+        for what, calls, size in context_sends(config, batch.numbers, tokens, *degrees, again):
+            yield Traffic("context", "send", times * int(calls), times * int(size), what)
+    if layout.expert > 1:
+        calls, size = expert_sends(
+            config, batch.numbers, tokens, layout.tensor, int(batch.recompute == "full")
+        )
+        yield Traffic("expert", "all-to-all", round(times * calls), round(times * size), "rows of experts")
 
 
 def _pipeline_traffic(

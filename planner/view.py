@@ -12,17 +12,17 @@ from typing import Any
 
 from ..core.artifact import create_artifact
 from ..core.page import Bar, Chart, Part, made_here, page
-from .actions import Action
 from .cost import Step
 from .goodput import SECONDS_PER_DAY
 from .memory import MOMENTS, stage_memory
-from .report import KEY, as_csv, asked, halvings, ranked_cells
+from .report import KEY, as_csv, asked, halvings, price_told, ranked_cells
 from .run import Run, run_lines, run_seconds
 from .schedule import Event, simulate
 from .search import Candidate, Found, band, find_layouts
 
 MOST_EVENTS = 4000  # drawn; a page with more is slow to open
 WIDTH = 900
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 def write_plan(path: Path, found: Found, facts: dict[str, Any], run: Run) -> None:
@@ -106,10 +106,8 @@ def plan_page(
         f"{asked(search)}; {facts['legal']:,} legal layouts, {facts['fit']:,} fit. "
         f"Band: {band(search):.0%} either way, four predictions in five. {made_here()}"
     )
-    price = search.cluster.price_per_chip_hour
-    whole = run_lines(facts["layouts"][0]["run"])
-    if whole and price:
-        whole += [f"price: {price:g} {search.cluster.currency} a chip and hour, {search.cluster.priced}"]
+    whole, price = run_lines(facts["layouts"][0]["run"]), price_told(search.cluster)
+    whole += [f"price: {price}"] if whole and price else []
     fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
     header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
     reasons = [(row["step"], row["reason"]) for row in facts["neighbours"]]
@@ -166,7 +164,7 @@ def pipeline_drawing(events: Sequence[Event]) -> str:
 
     def box(event: Event) -> str:
         x, wide = event.start / end * WIDTH, (event.end - event.start) / end * WIDTH
-        title = _title(event.action)
+        title = f"stage {event.action.stage}, {KINDS[event.action.kind]} of micro-batch {event.action.micro_batch}"
         return (
             f'<rect x="{x:.2f}" y="{event.rank * height}" width="{max(wide - 0.3, 0.2):.2f}" height="{height - 1}" '
             f'fill="{colours[event.action.kind]}"><title>{title}</title></rect>'
@@ -174,8 +172,3 @@ def pipeline_drawing(events: Sequence[Event]) -> str:
 
     body = "".join(map(box, events))
     return f'<svg viewBox="0 0 {WIDTH} {ranks * height}">{body}</svg>'
-
-
-def _title(action: Action) -> str:
-    kinds = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-    return f"stage {action.stage}, {kinds[action.kind]} of micro-batch {action.micro_batch}"

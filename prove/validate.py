@@ -124,7 +124,8 @@ def medians(replays: list[Replay]) -> dict[str, tuple[int, float, float]]:
 def bands(replays: list[Replay]) -> dict[str, dict[str, Any]]:
     """What planner/bands.toml holds: for each program the number of rows left out of the fit, the 80 % quantile of
     their errors (5 % at least) and the chips of all its rows. A program with fewer than five left out has the widest of
-    these, of all its rows, fitted or not, and of its family, the programs whose names begin alike; none when that has too few.
+    these, of all its rows, fitted or not, and of its family, the programs whose names begin alike; none when that has
+    too few.
     """
     table = {}
     for name in sorted({found.case.software.name for found in replays}):
