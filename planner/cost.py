@@ -61,7 +61,7 @@ def kernel_times(
     bandwidth, vector = memory_bandwidth(cluster, constants), software.precision.compute in ("fp32", "fp64")
     names = software.attention_speed.items()
     speed = next((speed for name, speed in names if cluster.chip.key.startswith(name)), 1.0)
-    large = constants.vector_fraction if vector else 1.0
+    large: Number = constants.vector_fraction if vector else 1.0
     times: dict[tuple[str, str], Number] = {
         (phase, kind): 0.0
         for phase in ("forward", "backward")
