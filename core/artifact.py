@@ -24,6 +24,10 @@ from .version import version
 FORMAT_VERSION = 1
 CHECK_BYTES = 4 << 30  # of foreign inputs that are hashed to see whether they are the same: three seconds
 MANIFEST = "manifest.json"
+OPEN = (
+    "chat_template.jinja",
+    "generation_config.json",
+)  # settings, which whoever has a model may change or add
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ def seal(
     *,
     leave_out: Sequence[str] = (),
 ) -> Manifest:
-    """Hash and flush every file of `directory`, those called `leave_out` excepted, and write its manifest last.
+    """Hash and flush every file of `directory`, those in OPEN or called `leave_out` excepted, and write its manifest
+    last.
 
     `known` holds the sha256 of files that were hashed and flushed when they were written: they are not read
     again.
@@ -129,7 +134,7 @@ def seal(
         name = file.relative_to(directory).as_posix()
         if name in known:
             records.append(FileRecord(name, file.stat().st_size, known[name]))
-        elif file.name not in (MANIFEST, *leave_out):
+        elif file.name not in (MANIFEST, *OPEN, *leave_out):
             file.chmod(file.stat().st_mode | (directory.stat().st_mode & 0o444))  # safetensors writes 0600
             sync(file)
             records.append(FileRecord(name, file.stat().st_size, sha256_file(file)))
@@ -249,6 +254,8 @@ def verify_artifact(
     for record in manifest.files:
         file = path / record.name
         what = why = ""
+        if file.name in OPEN:
+            continue
         if not file.is_file():
             what = "is missing"
         elif (size := file.stat().st_size) != record.bytes:

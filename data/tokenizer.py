@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ..core.artifact import MANIFEST, Input, create_artifact, input_record, is_artifact
+from ..core.artifact import MANIFEST, OPEN, Input, create_artifact, input_record, is_artifact
 from ..core.errors import Refused, WrongUse
 from ..core.files import read_json, sha256_json
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
-CHAT, GENERATION = "chat_template.jinja", "generation_config.json"
+CHAT, GENERATION = OPEN
 # tokens that end a turn besides the end of text: an answer that writes one has ended
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
@@ -245,10 +245,16 @@ def tokenizer_records(path: Path | str) -> list[Input]:
     return [input_record(found) for found in (file, file.parent / CONFIG) if found.is_file()]
 
 
+def beside_model(directory: Path, name: str) -> Path:
+    """A file of settings of a model directory; of a checkpoint that has none, its run's."""
+    own = directory / name
+    return own if own.is_file() or directory.parent.name != "checkpoints" else directory.parents[1] / name
+
+
 def chat_template(directory: Path) -> str | None:
     """The chat template of a model directory: its file, or the (default) one in tokenizer_config.json."""
-    if (directory / CHAT).is_file():
-        return (directory / CHAT).read_text(encoding="utf-8")
+    if (file := beside_model(directory, CHAT)).is_file():
+        return file.read_text(encoding="utf-8")
     stated = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
     source = stated.get("chat_template") if isinstance(stated, dict) else None
     if isinstance(source, list):  # several by name
@@ -272,8 +278,8 @@ def copy_chat(source: Path, target: Path) -> None:
     """The chat template and the defaults of generation of a model directory, as far as it has them."""
     if (template := chat_template(source)) is not None:
         (target / CHAT).write_text(template, encoding="utf-8")
-    if (source / GENERATION).is_file():
-        (target / GENERATION).write_bytes((source / GENERATION).read_bytes())
+    if (defaults := beside_model(source, GENERATION)).is_file():
+        (target / GENERATION).write_bytes(defaults.read_bytes())
 
 
 def tokenizer_beside(store: Path | str) -> Path:

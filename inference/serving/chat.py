@@ -18,7 +18,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...core.errors import WrongUse
-from ...data.tokenizer import CHAT, CONFIG, TURN_ENDS, Tokenizer, chat_template
+from ...data.tokenizer import CHAT, CONFIG, GENERATION, TURN_ENDS, Tokenizer, beside_model, chat_template
 from .api_types import ChatMessage
 
 BREAK = "\ufdd0"  # a noncharacter, put into special tokens that a message spells and taken out again
@@ -27,7 +27,9 @@ BREAK = "\ufdd0"  # a noncharacter, put into special tokens that a message spell
 class ChatTemplate:
     """A compiled template with the tokenizer it belongs to. Raises WrongUse when it cannot be compiled."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, names: dict[str, str]) -> None:
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, names: dict[str, str], ends: Sequence[int] = ()
+    ) -> None:
         usual: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
         environment = ImmutableSandboxedEnvironment(**usual)
         environment.filters["tojson"] = _json
@@ -42,12 +44,14 @@ class ChatTemplate:
         self._special = {token["content"]: int(token["id"]) for token in added}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        ends = dict.fromkeys((*TURN_ENDS, names["eos_token"]))
-        self.ends = tuple(name for name in ends if name in self._special)
+        usual_ends = (*TURN_ENDS, names["eos_token"])
+        self.ends = tuple(name for name, i in self._special.items() if name in usual_ends or i in ends)
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
-        """The template beside a tokenizer; None when there is none."""
+        """The template beside a tokenizer, whose answers end where the model's defaults of generation say, too; None
+        when there is none.
+        """
         config: dict[str, Any] = {}
         if (directory / CONFIG).is_file():
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
@@ -57,7 +61,10 @@ class ChatTemplate:
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
             token = config.get(role)
             names[role] = token.get("content", "") if isinstance(token, dict) else token or ""
-        return cls(source, tokenizer, names)
+        ends: Any = []
+        if (defaults := beside_model(directory, GENERATION)).is_file():
+            ends = json.loads(defaults.read_text(encoding="utf-8")).get("eos_token_id") or []
+        return cls(source, tokenizer, names, ends if isinstance(ends, list) else [ends])
 
     def ids(self, messages: Sequence[ChatMessage]) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""

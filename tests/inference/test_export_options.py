@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli import export as cli
 from throughline.cli.main import main
-from throughline.core.artifact import read_manifest
+from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused
 from throughline.data.tokenizer import Tokenizer, copy_chat
 from throughline.inference.exports import export, export_engine, gguf_export, handover, triton
@@ -238,3 +238,27 @@ def test_an_optimum_directory_has_its_config(bert_dir: Path, tmp_path: Path) -> 
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["model_type"] == "bert" and read_manifest(tmp_path / "out").facts["opset"] == 17
     assert np.isfinite(fields["layer_norm_eps"])
+
+
+def test_chat_settings_are_the_owners(chatting: Path, gpt_dir: Path, tmp_path: Path) -> None:
+    """Template and defaults of an artifact may change or be added; a run's own directory may hold them, and an answer
+    ends where the defaults say.
+    """
+    handover.export_huggingface(chatting, tmp_path / "out", export.Judging(bench=False))
+    (tmp_path / "out" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "out" / "generation_config.json").write_text('{"eos_token_id": [0], "top_p": 0.9}')
+    verify_artifact(tmp_path / "out")
+    export.export_onnx(tmp_path / "out", tmp_path / "onnx", judging=export.Judging(bench=False))
+    assert "top_p" in (tmp_path / "onnx" / "generation_config.json").read_text()
+    (tmp_path / "onnx" / "tokenizer_config.json").unlink()
+    found = ChatTemplate.find(tmp_path / "onnx", Tokenizer.load(tmp_path / "onnx"))
+    assert found is not None and found.ends == ("<|endoftext|>",)
+    (checkpoint := tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (tmp_path / "run" / name).write_bytes((tmp_path / "out" / name).read_bytes())
+    copy_chat(checkpoint, gone := checkpoint.parent)
+    assert {file.name for file in gone.iterdir()} == {
+        "step-1",
+        "chat_template.jinja",
+        "generation_config.json",
+    }
