@@ -10,6 +10,7 @@ Fusion Functions for Hybrid Retrieval") that other queries may choose. A text lo
 several; the nearest counts.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def metrics(order: Sequence[str], grades: dict[str, int]) -> dict[str, float]:
     answers = {document: grade for document, grade in grades.items() if grade > 0}
 
     def gain(found: Iterable[int]) -> float:
-        return sum(grade / np.log2(place + 2) for place, grade in enumerate(found))
+        return sum(grade / math.log2(place + 2) for place, grade in enumerate(found))
 
     best = gain(sorted(answers.values(), reverse=True)[:NDCG_AT])
     named = {f"nDCG@{NDCG_AT}": gain(answers.get(one, 0) for one in order[:NDCG_AT]) / best if best else 0.0}
