@@ -34,12 +34,14 @@ SHOWN = {  # a model of each family, of its own proportions
     "bert": "bert-base",
     "modernbert": "modernbert-base",
 }
-# and of those without a preset, BERT-Base with what makes it one
+BERT = {"name": "bert-base", "nsp": False}
+# and of those without a preset, a near one with what makes it one of theirs
 OTHERS: dict[str, dict[str, Any]] = {
-    "roberta": {"token_types": 1, "position_offset": 2},
-    "xlm-roberta": {"token_types": 1, "position_offset": 2, "huggingface": "xlm-roberta"},
-    "distilbert": {"token_types": 0, "pooler": "relu"},
-    "electra": {"pooler": "gelu"},
+    "dots1": {"name": "qwen3-30b-a3b", "router_scores": "sigmoid", "balance_bias": True, "shared_experts": 2},
+    "roberta": BERT | {"token_types": 1, "position_offset": 2},
+    "xlm-roberta": BERT | {"token_types": 1, "position_offset": 2, "huggingface": "xlm-roberta"},
+    "distilbert": BERT | {"token_types": 0, "pooler": "relu"},
+    "electra": BERT | {"pooler": "gelu"},
 }
 HEAD = """# Models
 
@@ -69,6 +71,7 @@ parameters and products exactly, the norms of queries and keys, soft caps and AL
 `model.overrides.experts = 8` makes every feed-forward one of eight, of which a token goes through `experts_per_token`; the fields below it in
 `models/config.py` are their width, a shared one, dense layers, the router's scores and groups. No token is dropped. Three things keep a router even:
 `balance_loss` (row by row, so that it depends on no layout), `router_z_loss`, and `balance_bias`, which is moved by the load of each step instead of a gradient.
+Sigmoid scores, groups, shared experts and that bias are read from and written to dots.llm1, whose router is DeepSeek V3's; latent attention is not there.
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy` and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
 process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
@@ -100,7 +103,7 @@ def models_page() -> str:
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for kind, family in families().items():
-        config = preset(SHOWN[kind]) if kind in SHOWN else preset("bert-base", nsp=False, **OTHERS[kind])
+        config = preset(SHOWN[kind]) if kind in SHOWN else preset(**OTHERS[kind])
         cells = [
             "yes",
             "yes",

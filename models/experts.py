@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from .config import GPTConfig
 from .linear import linear
 
+ROWS = 64  # of one expert's product on a CPU a multiple, beyond so many
+
 
 class Routing(NamedTuple):
     """Where the tokens of rows go."""
@@ -100,21 +102,40 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(outer)) if config.gated else None
         self.down = nn.Parameter(torch.empty(config.experts, *inner))
         self.activation = activation
+        self.product: Callable[..., Tensor] = F.linear  # of one expert's rows
 
     def forward(self, x_MW: Tensor, counts_E: Tensor) -> Tensor:
         """Tokens in the order of their experts, of which each has so many -> (M, W)."""
-        up_MF = grouped(x_MW, self.up, counts_E)
-        if self.gate is None:
-            return grouped(self.activation(up_MF), self.down, counts_E)
-        return grouped(self.activation(grouped(x_MW, self.gate, counts_E)) * up_MF, self.down, counts_E)
+        matrices = (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
+        if x_MW.is_cuda and x_MW.dtype == torch.bfloat16:
+            ends = counts_E.cumsum(0, dtype=torch.int32)
+            return self._answers(
+                x_MW, *matrices, product=lambda x, weight: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+            )
+        each = zip(x_MW.split(counts_E.tolist()), *(matrix.unbind() for matrix in matrices))
+        return torch.cat([self._of_one(*given) for given in each])
 
+    def _of_one(self, x_NW: Tensor, *matrices: Tensor) -> Tensor:
+        """Of one expert. On a CPU oneDNN makes a kernel for every number of rows that it meets, which costs as much as
+        eight products (256 rows, bf16): rows of zeros leave few such numbers.
+        """
+        by_onednn = x_NW.dtype.itemsize == 2 or self.product is linear
+        more = -len(x_NW) % ROWS if by_onednn and not x_NW.is_cuda and len(x_NW) > ROWS else 0
+        padded = F.pad(x_NW, (0, 0, 0, more)) if more else x_NW
+        return self._answers(padded, *matrices, product=self.product)[: len(x_NW)]
 
-def grouped(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """The product of each group of rows with its own matrix: (M, O)."""
-    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
-        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))
-    parts = x_MI.split(counts_E.tolist())
-    return torch.cat([linear(part, weight) for part, weight in zip(parts, weight_EOI.unbind())])
+    def _answers(
+        self,
+        x: Tensor,
+        up: Tensor,
+        down: Tensor,
+        gate: Tensor | None = None,
+        *,
+        product: Callable[..., Tensor],
+    ) -> Tensor:
+        hidden = product(x, up)
+        hidden = self.activation(hidden) if gate is None else self.activation(product(x, gate)) * hidden
+        return product(hidden, down)
 
 
 class _Taken(torch.autograd.Function):

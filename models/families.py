@@ -23,6 +23,8 @@ class Names(NamedTuple):
     position: str = ""
     router: str = ""
     experts: dict[str, str] = {}
+    shared: dict[str, str] = {}  # of the feed-forward that every token goes through
+    balance: str = ""  # the bias of the router's choice, a whole name
     how: str = "split"
     types: str = ""
     embedding_norm: str = ""

@@ -288,6 +288,7 @@ def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fie
 def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
     """The window and the letters of the layers, as few of them as repeat."""
     layers, window, style = found["layers"], fields.get("sliding_window", 4096), family.windows
+    usual = family.usual
     if style == "nope":
         interval, given = fields.get("no_rope_layer_interval", 4), fields.get("no_rope_layers")
         turned = [(layer + 1) % interval for layer in range(layers)] if given is None else given
@@ -299,8 +300,8 @@ def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
     else:
         types = fields.get("layer_types")
         if style == "from":
-            window = window if fields.get("use_sliding_window", False) else None
-            first = fields.get("max_window_layers", 28)
+            window = window if fields.get("use_sliding_window", usual.get("use_sliding_window")) else None
+            first = fields.get("max_window_layers", usual.get("max_window_layers", 28))
             letters = ["l" if layer >= first else "g" for layer in range(layers)]
         elif style == "near":
             window = fields.get("local_attention", 128) // 2 + 1

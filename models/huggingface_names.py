@@ -86,6 +86,10 @@ def _expert_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> It
     for mine, name in names.experts.items():
         each = tuple(f"{theirs}.{name.format(expert)}.weight" for expert in range(config.experts))
         yield Pair(f"{ours}.experts.{mine}", each, "stacked")
+    for mine, name in names.shared.items() if config.shared_experts else ():
+        yield from _both(f"{ours}.shared.{mine}", f"{theirs}.{name}", bias=False)
+    if names.balance:
+        yield Pair(f"{ours}.balance_bias", (f"{theirs}.{names.balance}",))
 
 
 def _qkv_pairs(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:

@@ -29,12 +29,25 @@ def floor_ms(
         return None
     new = batch if decode else batch * tokens
     head = config.width * config.vocab_size if isinstance(config, GPTConfig) else 0
-    moved = (config.layers * config.block_matrix_parameters() + head) * BYTES[precision]
+    moved = (_matrices(config, new) + head) * BYTES[precision]
     flops = new * config.blocks_flops_per_token(tokens) / 3  # which counts the backward, twice the forward
     if decode:
         flops += 2.0 * head * new
         moved += 2.0 * 2 * config.layers * config.key_value_heads * config.head_size * tokens * batch
     return max(moved / chip.bandwidth_gb_s / 1e6, flops / peak / 1e9)
+
+
+def _matrices(config: ModelConfig, tokens: int) -> float:
+    """Parameters of the blocks' matrices that so many tokens read: of experts those that one of them chooses, when all
+    are chosen alike.
+    """
+    read = config.layers * config.block_matrix_parameters() + config.expert_parameters(active=True)
+    if not isinstance(config, GPTConfig) or config.experts <= config.experts_per_token:
+        return read
+    experts, each = config.experts, config.experts_per_token
+    chosen = experts * (1 - (1 - each / experts) ** tokens)
+    idle = config.parameter_count() - config.active_parameter_count()
+    return read + idle * (chosen - each) / (experts - each)
 
 
 def reported(config: ModelConfig, batch: int, tokens: int, on: str = "t4") -> dict[str, Any] | None:

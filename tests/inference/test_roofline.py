@@ -23,6 +23,17 @@ def test_the_floor_is_weights_over_bandwidth_or_products_over_peak() -> None:
     assert floor_ms(bert, dataclasses.replace(t4, tflops={}), 1, 128) is None
 
 
+def test_a_token_reads_its_experts_and_many_tokens_read_all() -> None:
+    """Of Mixtral's 46.7 B parameters a token goes through 12.9 B, of which one table is looked up, not multiplied."""
+    mixtral, t4 = preset("mixtral-8x7b"), chips()["t4"]
+    table = mixtral.vocab_size * mixtral.width
+    cache = 2 * 2 * mixtral.layers * mixtral.key_value_heads * mixtral.head_size
+    for rows, read in ((1, mixtral.active_parameter_count()), (10_000, mixtral.parameter_count())):
+        slow = dataclasses.replace(t4, tflops={"fp16": 1e9})  # what is read decides
+        found = floor_ms(mixtral, slow, rows, 1, "fp16", decode=True)
+        assert found == pytest.approx((2 * (read - table) + cache * rows) / 320e9 * 1e3, rel=1e-4)
+
+
 def test_reported_rows_are_those_of_the_shape() -> None:
     found = reported(preset("bert-base"), 1, 128)
     assert found is not None and found["tensorrt"].startswith("8.4") and found["fp16_ms"] == 1.95
