@@ -221,10 +221,7 @@ def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
 
 def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> int:
     """Write the graph with its model.json and tokenizer beside it; returns its number of nodes."""
-    config = opened.model.config
-    described: dict[str, Any] = {"family": family_of(config), "config": config.to_dict()}
-    if (head := getattr(opened.model, "head", None)) is not None and not callable(head):
-        described["head"] = dataclasses.asdict(head)
+    config, described = opened.model.config, description(opened.model)
     inside = {**described, "source": opened.input.hash, "precision": options.precision}
     nodes = write_graph(opened.model, graph, {"throughline": json.dumps(inside)}, options)
     write_json(graph.parent / "model.json", described)
@@ -235,6 +232,14 @@ def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> 
         with suppress(Refused):  # a shape that Hugging Face's classes do not express has no config.json
             write_json(graph.with_name("config.json"), huggingface_of(opened.model)[0])
     return nodes
+
+
+def description(model: Any) -> dict[str, Any]:
+    """What model.json says of a model: its family, its shape and its fine-tuned head."""
+    described: dict[str, Any] = {"family": family_of(model.config), "config": model.config.to_dict()}
+    if (head := getattr(model, "head", None)) is not None and not callable(head):
+        described["head"] = dataclasses.asdict(head)
+    return described
 
 
 def huggingface_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:

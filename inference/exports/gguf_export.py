@@ -10,13 +10,12 @@ import numpy as np
 
 from ...core.backend import BackendOptions
 from ...core.console import warn
-from ...models.config import family_of
 from ..graphs.parity import BOUNDS as BY_PRECISION
 from ..graphs.parity import Case
 from ..graphs.reference import Adapted, Outputs
-from ..runtimes.backends import run_gguf
+from ..runtimes.backends import classes_of, run_gguf
 from ..runtimes.loaded import Loaded
-from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
+from .export import ALONE, Judging, Report, copy_tokenizer, description, exporting, judge, write_json
 from .gguf_writer import GGUFPrecision, write_gguf
 
 # llama.cpp computes GELU from a table of f16 values, so f32 is no closer than f16; its blocks of 32 weights are those
@@ -48,8 +47,9 @@ def export_gguf(
     with exporting(path, out, "gguf", judging, overwrite) as export:
         opened, file = export.opened, export.folder / "model.gguf"
         config = opened.model.config
-        write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)  # type: ignore[arg-type]
-        write_json(export.folder / "model.json", {"family": family_of(config), "config": config.to_dict()})
+        write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)
+        described = description(opened.model)
+        write_json(export.folder / "model.json", described)
         copy_tokenizer(opened, export.folder)
         export.keep_sentence()
         export.draft.facts |= {"precision": precision, "pooling": export.sentence.pooling}
@@ -61,7 +61,8 @@ def export_gguf(
             reference = dataclasses.replace(
                 reference, backend=Adapted(reference.encoder, _headless, one_type=True)
             )
-        backend = run_gguf(file, config, BackendOptions("cpu"), precision)
+        labels = classes_of(described)
+        backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(labels))
         candidate = Loaded(config, export.tokenizer, opened.input, backend)
         length = min(LENGTH, config.sequence_length)
         ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
@@ -72,4 +73,5 @@ def export_gguf(
 
 def _headless(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
     """What a GGUF file has of a BERT."""
-    return {name: outputs[name] for name in ("last_hidden_state", "sentence_embedding")}
+    kept = ("last_hidden_state", "sentence_embedding", "logits")
+    return {name: outputs[name] for name in kept if name in outputs}

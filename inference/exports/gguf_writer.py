@@ -7,7 +7,7 @@ Layouts, as llama.cpp's loaders expect them:
 - Llama's and SmolLM 3's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates
   halves; in the other families it rotates halves too. Llama 3's scaled rope is a tensor of divisors;
 - norms that scale by 1 + weight are stored with the 1;
-- BERT's first row of token types is all that is ever used; its heads are not stored;
+- BERT's first row of token types is all that is ever used; of its heads the one that labels a text is stored;
 - vectors and positions are f32. Of the matrices in q4_0 the output is q8_0, as llama.cpp keeps it finer.
 """
 
@@ -24,13 +24,16 @@ from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.huggingface_config import family_of_shape
 from ...models.sentence import MEAN, Sentence
 from ..runtimes.llama_backend import EXTRA
+from .export import huggingface_of
 
 if TYPE_CHECKING:
     from ...models.bert import BERT
     from ...models.gpt import GPT
+    from ...models.heads import BERTWithHead
 
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
+LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model that labels texts
 # llama.cpp's name of a family
 WRITTEN = {
     name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")
@@ -72,7 +75,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def write_gguf(
-    model: "GPT | BERT",
+    model: "GPT | BERT | BERTWithHead",
     tokenizer: Path | None,
     path: Path,
     precision: GGUFPrecision = "f16",
@@ -82,23 +85,26 @@ def write_gguf(
     for a model that llama.cpp does not compute.
     """
     gguf = extra("gguf", "writing a GGUF file", EXTRA)
-    from ...models.huggingface import to_huggingface
-
     config = model.config
     architecture = architecture_of(config)
-    if hasattr(model, "encoder"):
+    head: Any = getattr(model, "head", None) if isinstance(config, BERTConfig) else None
+    kind = head.kind if head is not None else "embedding"
+    if kind not in ("embedding", "sequence-classification"):
         fix = "export to ONNX or Hugging Face; the model that was fine-tuned can be a GGUF file"
-        raise Refused("a fine-tuned head has no place in a GGUF file of ours", where="--to gguf", fix=fix)
-    _, state = to_huggingface(model)
+        raise Refused(f"a head for {kind} has no place in a GGUF file", where="--to gguf", fix=fix)
+    _, state = huggingface_of(model)
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, config, precision)
     if isinstance(config, BERTConfig):
-        writer.add_pooling_type(gguf.PoolingType[sentence.pooling.upper()])
+        labelled = kind == "sequence-classification"
+        writer.add_pooling_type(gguf.PoolingType["RANK" if labelled else sentence.pooling.upper()])
+        if labelled:
+            writer.add_classifier_output_labels(list(head.labels))
     _write_tokenizer(writer, tokenizer, config)
     for name, values in _tensors(architecture, config, state):
-        kind = _kind(name, values, precision)
-        raw = gguf.quants.quantize(values, kind)
-        writer.add_tensor(name, raw, raw_dtype=kind)
+        stored = _kind(name, values, precision)
+        raw = gguf.quants.quantize(values, stored)
+        writer.add_tensor(name, raw, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -168,10 +174,13 @@ def _tensors(
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.layers)
     for name, tensor in state.items():
-        if name.startswith(HEADS):
+        stem, _, part = name.rpartition(".")
+        labelling = LABELS.get(stem) if "classifier.weight" in state else None
+        if name.startswith(HEADS) and not labelling:
             continue
         values = tensor.detach().float().cpu().numpy()
         mine = names.get_name(name.removeprefix("bert."), (".weight", ".bias"))
+        mine = f"{labelling}.{part}" if labelling else mine
         assert mine is not None, name
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
@@ -193,7 +202,7 @@ def _kind(name: str, values: np.ndarray, precision: GGUFPrecision) -> Any:
     """How a tensor is stored: blocks of 32 along a row, or f16 where rows are no multiple of 32."""
     from gguf import GGMLQuantizationType as Kind
 
-    if precision == "f32" or values.ndim == 1 or name.startswith(("position_embd", "token_types")):
+    if precision == "f32" or values.ndim == 1 or name.startswith(("position_embd", "token_types", "cls.")):
         return Kind.F32
     if precision == "f16" or values.shape[1] % 32:
         return Kind.F16

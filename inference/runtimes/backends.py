@@ -94,12 +94,13 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     described, tokenizer = read_json(path / "model.json"), path / "tokenizer.json"
     config: ModelConfig = FAMILIES[described["family"]].from_dict(described["config"])
     dtype = str(manifest.facts.get("precision", "fp32"))
+    classes = classes_of(described)
     if kind == "engine":
         from .tensorrt_backend import open_engine
 
         backend = on_engine(open_engine(path, manifest, options.device), config, dtype)
     elif kind == "gguf":
-        backend = run_gguf(path / "model.gguf", config, options, dtype)
+        backend = run_gguf(path / "model.gguf", config, options, dtype, len(classes))
     else:
         check_version(manifest.facts, path)
         if not _has_cuda_kernels(manifest.facts) and pick_onnx_device(options.device) != "cpu":
@@ -110,12 +111,16 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
             else:
                 warn(f"{what} and goes to the CPU and back in each layer; export it with --for cuda")
         backend = run_graph(path / "model.onnx", config, options, dtype)
-    head = described.get("head", {})
-    classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
     kept = tokenizer if tokenizer.is_file() else None
     pooling: Any = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
     sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
-    return Loaded(config, kept, input_record(path), backend, tuple(classes), sentence)
+    return Loaded(config, kept, input_record(path), backend, classes, sentence)
+
+
+def classes_of(described: dict[str, Any]) -> tuple[str, ...]:
+    """The labels of a text, of a model that its model.json describes."""
+    head = described.get("head", {})
+    return tuple(head["labels"]) if head.get("kind") == "sequence-classification" else ()
 
 
 def on_engine(session: Any, config: ModelConfig, precision: str) -> Any:
@@ -189,15 +194,17 @@ def torch_backend(
     return Loaded(model.config, tokenizer, source, backend)
 
 
-def run_gguf(file: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
-    """A GGUF file behind the protocol of its family."""
+def run_gguf(
+    file: Path, config: ModelConfig, options: BackendOptions, precision: str, labels: int = 0
+) -> Any:
+    """A GGUF file behind the protocol of its family; `labels`: of a text, if the file has a head that gives one."""
     from .llama_backend import LlamaCausal, LlamaEncoder, has_gpu
 
     device = "cpu" if options.device == "auto" and not has_gpu() else pick_device(options.device)
     rest = (options.threads or usable_cores(), device, precision)
     if isinstance(config, GPTConfig):
         return LlamaCausal(file, config, *rest)
-    return LlamaEncoder(file, config, *rest)
+    return LlamaEncoder(file, config, *rest, labels)
 
 
 def run_graph(

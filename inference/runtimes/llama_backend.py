@@ -7,6 +7,7 @@ can be copied and cut: a step is one call of its C interface.
 import ctypes
 import functools
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,33 +154,49 @@ class LlamaCausal:
 
 
 class LlamaEncoder(OneCall):
-    """A BERT in a GGUF file (`core.backend.EncoderBackend`): hidden states and embeddings; its file has no
-    masked-LM head and one token type.
+    """A BERT in a GGUF file (`core.backend.EncoderBackend`): hidden states, embeddings, and `logits` of its labels if
+    it has such a head; its file has no masked-LM head and one token type.
     """
 
     name = "llamacpp"
 
     def __init__(
-        self, path: Path, config: BERTConfig, threads: int, device: str = "cpu", dtype: str = "f16"
+        self,
+        path: Path,
+        config: BERTConfig,
+        threads: int,
+        device: str = "cpu",
+        dtype: str = "f16",
+        labels: int = 0,
     ) -> None:
         self.library, self.model = open_model(path, device)
-        self.device, self.dtype = "cpu", dtype
+        self.device, self.dtype, self._labels = "cpu", dtype, labels
         self.vocab_size, self.context, self._width = config.vocab_size, config.sequence_length, config.width
-        settings = {"embeddings": True, "pooling_type": 0, "n_ubatch": self.context, "n_batch": self.context}
-        self._context = LlamaContext(self.library, self.model, 1, self.context, threads, **settings)
+        settings = {"embeddings": True, "n_ubatch": self.context, "n_batch": self.context}
+        open_context = partial(LlamaContext, self.library, self.model, 1, self.context, threads, **settings)
+        self._context = open_context(pooling_type=self.library.LLAMA_POOLING_TYPE_NONE)
+        if labels:
+            self._head = open_context(pooling_type=self.library.LLAMA_POOLING_TYPE_RANK)
 
     def forward(
         self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
         """See `core.backend.EncoderBackend.forward`; rows one after another, without `mlm_logits`."""
         hidden = np.zeros((*ids_BS.shape, self._width), np.float32)
+        logits = np.zeros((len(ids_BS), self._labels), np.float32)
+        floats = ctypes.POINTER(ctypes.c_float)
         for line, (ids, real) in enumerate(zip(ids_BS, mask_BS)):
             places = np.flatnonzero(real)
             tokens = [(int(ids[place]), at, 0, True) for at, place in enumerate(places)]
             self._context.fill(tokens)
             self._context.run("encode")
-            pointer = self.library.llama_get_embeddings(self._context.pointer)
-            pointer = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
+            pointer = ctypes.cast(self.library.llama_get_embeddings(self._context.pointer), floats)
             hidden[line, places] = np.ctypeslib.as_array(pointer, (len(places), self._width))
+            if self._labels:
+                self._head.fill(tokens)
+                self._head.run("encode")
+                pointer = ctypes.cast(self.library.llama_get_embeddings_seq(self._head.pointer, 0), floats)
+                logits[line] = np.ctypeslib.as_array(pointer, (self._labels,))
         mean = hidden.sum(1) / mask_BS.sum(1, keepdims=True)
-        return {"last_hidden_state": hidden, "sentence_embedding": mean}
+        outputs = {"last_hidden_state": hidden, "sentence_embedding": mean}
+        return outputs | ({"logits": logits} if self._labels else {})

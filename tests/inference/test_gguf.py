@@ -92,6 +92,37 @@ def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_p
         assert max(summary["kl"] for summary in report["outputs"].values()) <= kl
 
 
+@pytest.mark.parametrize("kind", ["sequence-classification", "embedding", "token-classification"])
+def test_fine_tuned_heads(kind: str, bert_dir: Path, tmp_path: Path) -> None:
+    """Labels of texts are llama.cpp's within the bound; an encoder alone is written; other heads are refused."""
+    from throughline.inference.runtimes.source import open_model
+    from throughline.models.heads import Head, build_with_head
+    from throughline.models.huggingface_heads import head_to_huggingface
+
+    labels = () if kind == "embedding" else ("no", "perhaps", "yes")
+    model = build_with_head(open_model(bert_dir).model, Head(kind, labels))
+    if labels:
+        model.output.weight.data.mul_(20)  # logits of some units
+    fields, state = head_to_huggingface(model)
+    (tmp_path / "tuned").mkdir()
+    save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "tuned/model.safetensors")
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "tuned" / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
+    if kind == "token-classification":
+        with pytest.raises(Refused, match="a head for token-classification"):
+            export_gguf(tmp_path / "tuned", tmp_path / "gguf", "f32", QUIET)
+        return
+    report = export_gguf(tmp_path / "tuned", tmp_path / "gguf", "f32", QUIET)
+    assert ("logits" in report["outputs"]) == bool(labels)
+    ours, theirs = (open_backend(tmp_path / name, BackendOptions("cpu")) for name in ("tuned", "gguf"))
+    assert ours.classes == theirs.classes == labels
+    ids = np.array([[2, 9, 8, 7, 3]])
+    asked = (ids, np.zeros_like(ids), np.ones_like(ids), ids[:, :0])
+    if labels:
+        found, expected = theirs.encoder.forward(*asked)["logits"], ours.encoder.forward(*asked)["logits"]
+        np.testing.assert_allclose(found, expected, atol=5e-3 * float(abs(expected).max()))
+
+
 def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
     with pytest.raises(Refused, match="computes gpt2 otherwise"):
         architecture_of(dataclasses.replace(SHAPES["gpt2"], activation="gelu"))
