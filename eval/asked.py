@@ -11,7 +11,7 @@ from ..core.errors import Failed, WrongUse
 from ..core.scorer import Scorer
 from ..data.records import Record
 from .answers import Answers
-from .fewshot import Before, Draw, HarnessDraw, with_examples
+from .fewshot import Before, CoreDraw, Draw, HarnessDraw, with_examples
 from .items import Item
 from .kinds.kind import Asks
 from .metrics import aggregate, random_baseline
@@ -50,7 +50,8 @@ class Asked:
 
     def __init__(self, scorer: Scorer, bound: BoundTask, settings: Settings) -> None:
         self.scorer, self.bound, self.settings, self.kind = scorer, bound, settings, bound.kind
-        self.shots = bound.task.shots if settings.shots is None else settings.shots
+        shots = int(bound.member.get("shots", bound.task.shots))
+        self.shots = shots if settings.shots is None else settings.shots
         self.skipped = 0
         fitting = self._fitting(self._items())
         self.items = [item for _, item, _, _ in fitting]
@@ -72,7 +73,11 @@ class Asked:
         if not self.shots and not task.description:
             return items
         own = Draw(bound.name, self.shots, settings.seed or 0, task.first)
-        draw = own if settings.draw == "own" else HarnessDraw(own, settings.seed, task.headroom)
+        draw: Draw | HarnessDraw | CoreDraw = own
+        if task.kind == "core":
+            draw = CoreDraw(self.shots)
+        elif settings.draw == "harness":
+            draw = HarnessDraw(own, settings.seed, task.headroom)
         before = Before(task.description, task.separator)
         return with_examples(bound.name, items, pool, draw, before)[: settings.limit]
 

@@ -66,6 +66,29 @@ class HarnessDraw:
         return found
 
 
+class CoreDraw:
+    """As nanochat draws for CORE: records in one shuffled order, and of each the sample of a generator of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def picks(
+        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
+    ) -> list[list[int]]:
+        """See `Draw.picks`."""
+        order = list(range(len(source)))
+        random.Random(1337).shuffle(order)
+        places = {record: place for place, record in enumerate(order)}
+        found = []
+        for record in own:
+            place = -1 if record is None else places[record]
+            others = [one for one in range(len(order)) if one != place]
+            found.append(
+                [order[one] for one in random.Random(HARNESS_SEED + place).sample(others, self.count)]
+            )
+        return found
+
+
 def draw(task: str, record: int, count: int, pool: int, seed: int, *, exclude: int | None) -> list[int]:
     """Indices of `count` different examples out of `pool`; never `exclude`, the record's own place there."""
     digest = hashlib.sha256(f"{seed}/{task}/{record}".encode()).digest()
@@ -93,7 +116,7 @@ def with_examples(
     name: str,
     items: Sequence[Item],
     pool: Sequence[Item] | None,
-    draw: Draw | HarnessDraw,
+    draw: Draw | HarnessDraw | CoreDraw,
     before: Before = Before(),
 ) -> list[Item]:
     """The items with solved examples before every context. `pool` None: examples are the other evaluated items. A

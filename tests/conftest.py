@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=usual,
         help="A Megatron-LM checkout, whose own reader and writer are tried.",
     )
+    parser.addoption(
+        "--nanochat", type=Path, help="A nanochat checkout, whose own evaluator of CORE is tried."
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

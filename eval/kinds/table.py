@@ -1,6 +1,7 @@
 """The kinds of task by the name that a task file gives."""
 
 from .choices import MultipleChoice, Partial
+from .core import Core
 from .kind import Kind
 from .likelihood import LogLikelihood
 from .masks import Cloze, Masked
@@ -17,4 +18,5 @@ KINDS: dict[str, type[Kind]] = {
     "generate_until": GenerateUntil,
     "cloze": Cloze,
     "masked": Masked,
+    "core": Core,
 }
