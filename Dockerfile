@@ -24,8 +24,13 @@ ENTRYPOINT ["throughline"]
 CMD ["--help"]
 
 FROM base AS cuda
-# the default wheels of torch carry the CUDA libraries; the host gives the driver (nvidia-container-toolkit)
-RUN pip install -c constraints.txt .
+# torch.compile: Triton builds its launcher with a C compiler, Inductor what stays on the host with a C++ one; Python's headers
+# are in the base image
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# the default wheels of torch carry the CUDA libraries; the host gives the driver (nvidia-container-toolkit).
+# onnxruntime-gpu takes the place of onnxruntime, whose files have the same names
+RUN pip install -c constraints.txt . \
+    && pip uninstall --yes onnxruntime && pip install onnxruntime-gpu==1.31.1
 USER throughline
 WORKDIR /models
 ENTRYPOINT ["throughline"]
@@ -34,9 +39,9 @@ CMD ["--help"]
 FROM cuda AS t4
 USER root
 WORKDIR /opt/throughline
-# torch's wheels bring CUDA and cuDNN; onnxruntime-gpu takes the place of onnxruntime, whose files have the same names
+# pip has put onnxruntime back, over files of onnxruntime-gpu
 RUN pip install -c constraints.txt '.[tensorrt]' \
-    && pip uninstall --yes onnxruntime && pip install onnxruntime-gpu==1.31.1
+    && pip uninstall --yes onnxruntime && pip install --force-reinstall --no-deps onnxruntime-gpu==1.31.1
 USER throughline
 WORKDIR /models
 

@@ -27,7 +27,7 @@ from ...models.sentence import read_sentence
 from .bench import fastest
 from .devices import check_options, pick_device, pick_dtype
 from .loaded import Loaded
-from .onnx_session import check_version
+from .onnx_session import PROFILE_ROWS, check_version, profile_of
 from .source import find_model
 
 if TYPE_CHECKING:
@@ -216,9 +216,14 @@ def run_graph(
     if options.runtime == "openvino":
         return _run_openvino(graph, config, options, precision)
     device = pick_onnx_device(options.device)
-    session = open_session(graph, options.threads, device, options.runtime == "tensorrt")
+    tensorrt = None
+    if options.runtime == "tensorrt":
+        tensorrt = {} if isinstance(config, GPTConfig) else profile_of(graph, config.sequence_length)
+    session = open_session(graph, options.threads, device, tensorrt)
     if device != "cpu":
-        return _on_gpu(session, config, precision, device)
+        backend = _on_gpu(session, config, precision, device)
+        backend.limits = Limits(PROFILE_ROWS) if tensorrt else backend.limits
+        return backend
     from .onnx_causal import OnnxCausal
     from .onnx_encoder import OnnxEncoder
 

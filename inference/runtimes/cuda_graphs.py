@@ -90,14 +90,17 @@ class DecodeGraphs:
             packed = Packed.of_rows(given_2R, seen, cache, self._model.config)
             logits_RV.copy_(packed_logits(self._model, self._modules, packed))
 
+        aside = None
         if self._device.type == "cuda":
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            aside = torch.cuda.Stream()
+            aside = (
+                torch.cuda.Stream()
+            )  # torch's own for captures is of the first device that it was asked on
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # what happens once, such as a library's memory, is no part of it
                 run()
             torch.cuda.current_stream().wait_stream(aside)
-        return Step(self._capture(run, pool=self._pool), given_2R, logits_RV)
+        return Step(self._capture(run, aside, self._pool), given_2R, logits_RV)
 
     def _staged(self, numbers: np.ndarray) -> Tensor:
         """In page-locked memory of the host, whose copy nobody waits for."""

@@ -13,12 +13,31 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 TENSORRT = "TensorrtExecutionProvider"
 
 
-def providers_of(device: str, tensorrt: bool = False) -> list[Any]:
-    """What to ask ONNX Runtime for. Raises WrongUse when it was built without it."""
+PROFILE_ROWS = 64  # of a call of TensorRT's provider
+
+
+def profile_of(graph: Path | str, context: int) -> dict[str, str]:
+    """The shapes of a BERT's inputs for which TensorRT's provider builds at once: without them it builds again, for
+    minutes, at every shape beyond those that it has seen.
+    """
+    import onnx
+
+    names = [given.name for given in onnx.load(graph, load_external_data=False).graph.input]
+    sizes = {"min": (1, 1), "opt": (8, min(128, context)), "max": (PROFILE_ROWS, context)}
+    return {
+        f"trt_profile_{end}_shapes": ",".join(f"{name}:{rows}x{tokens}" for name in names)
+        for end, (rows, tokens) in sizes.items()
+    }
+
+
+def providers_of(device: str, tensorrt: Mapping[str, str] | None = None) -> list[Any]:
+    """What to ask ONNX Runtime for; `tensorrt`: its provider with these settings. Raises WrongUse when it was built
+    without it.
+    """
     import onnxruntime
 
     kind, _, number = device.partition(":")
-    wanted = [TENSORRT, PROVIDERS[kind]] if tensorrt else [PROVIDERS[kind]]
+    wanted = [PROVIDERS[kind]] if tensorrt is None else [TENSORRT, PROVIDERS[kind]]
     there = onnxruntime.get_available_providers()
     if missing := [name for name in wanted if name not in there]:
         raise WrongUse(
@@ -31,11 +50,10 @@ def providers_of(device: str, tensorrt: bool = False) -> list[Any]:
         return wanted
     settings = {"device_id": number or "0"}
     # fp32 is fp32, as torch has it: with TF32 its errors are those of fp16. A build takes minutes: it is kept.
-    of = {PROVIDERS["cuda"]: {"use_tf32": "0"}, TENSORRT: {}}
-    if tensorrt:
-        kept = f"{Path.home()}/.cache/throughline/tensorrt"
-        of[TENSORRT] = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": kept}
-        of[TENSORRT] |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": kept}
+    kept = f"{Path.home()}/.cache/throughline/tensorrt"
+    caches = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": kept}
+    caches |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": kept}
+    of = {PROVIDERS["cuda"]: {"use_tf32": "0"}, TENSORRT: {**caches, **(tensorrt or {})}}
     return [(name, settings | of[name]) for name in wanted]
 
 
@@ -54,7 +72,10 @@ def check_version(facts: Mapping[str, Any], where: Path) -> None:
 
 
 def open_session(
-    path: Path | str, threads: int | None = None, device: str = "cpu", tensorrt: bool = False
+    path: Path | str,
+    threads: int | None = None,
+    device: str = "cpu",
+    tensorrt: Mapping[str, str] | None = None,
 ) -> Any:
     """An `onnxruntime.InferenceSession` on the device.
 

@@ -11,7 +11,7 @@ from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.devices import pick_device, pick_dtype
-from throughline.inference.runtimes.onnx_session import open_session
+from throughline.inference.runtimes.onnx_session import TENSORRT, open_session, profile_of, providers_of
 
 
 @pytest.mark.parametrize("fixture", ["gpt_dir", "gpt_onnx", "bert_dir", "bert_onnx"])
@@ -181,3 +181,14 @@ def test_a_candidate_that_dies_is_left_out(gpt_onnx: Path, monkeypatch: pytest.M
     assert opened.causal is not None and "first: CUDA out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="out of memory"):
         bench.fastest([("first", dies)])
+
+
+def test_tensorrts_provider_is_told_all_shapes(bert_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine is built once, for every text up to the context, and kept."""
+    inputs = [each.name for each in open_session(bert_onnx / "model.onnx").get_inputs()]
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: [TENSORRT, "CUDAExecutionProvider"])
+    (name, settings), (second, _) = providers_of("cuda:1", profile_of(bert_onnx / "model.onnx", 48))
+    assert (name, second) == (TENSORRT, "CUDAExecutionProvider") and settings["device_id"] == "1"
+    most = dict(each.split(":") for each in settings["trt_profile_max_shapes"].split(","))
+    assert most == dict.fromkeys(inputs, "64x48") and settings["trt_engine_cache_enable"] == "1"
+    assert not any("profile" in key for key in providers_of("cuda:0", {})[0][1])

@@ -36,7 +36,7 @@ def with_graphs(model) -> tuple[TorchCausal, list[int]]:
     """A backend that takes steps of single tokens as a GPU would capture them, and how often they were replayed."""
     backend, replays = TorchCausal(model), []
 
-    def capture(run, pool):
+    def capture(run, stream, pool):
         return lambda: (replays.append(1), run())
 
     backend.graphs = DecodeGraphs(model, backend._attentions, capture)
