@@ -11,7 +11,7 @@ from ..core.errors import Failed, WrongUse
 from ..core.scorer import Scorer
 from ..data.records import Record
 from .answers import Answers
-from .fewshot import Before, CoreDraw, Draw, HarnessDraw, with_examples
+from .fewshot import Before, Draw, HarnessDraw, with_examples
 from .items import Item
 from .kinds.kind import Asks
 from .metrics import aggregate, random_baseline
@@ -73,11 +73,8 @@ class Asked:
         if not self.shots and not task.description:
             return items
         own = Draw(bound.name, self.shots, settings.seed or 0, task.first)
-        draw: Draw | HarnessDraw | CoreDraw = own
-        if task.kind == "core":
-            draw = CoreDraw(self.shots)
-        elif settings.draw == "harness":
-            draw = HarnessDraw(own, settings.seed, task.headroom)
+        draw = HarnessDraw(own, settings.seed, task.headroom) if settings.draw == "harness" else own
+        draw = self.kind.draw(self.shots) or draw
         before = Before(task.description, task.separator)
         return with_examples(bound.name, items, pool, draw, before)[: settings.limit]
 

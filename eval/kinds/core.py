@@ -11,6 +11,7 @@ from itertools import takewhile
 import numpy as np
 
 from ...core.scorer import Question, Score, Scorer
+from ..fewshot import CoreDraw
 from ..items import Form, Item
 from .kind import Asks, Kind, Outcome
 
@@ -31,6 +32,9 @@ class Core(Kind):
             return Item(form.where, ((form.text("context") + delimiter, target),), data=form.data)
         choices = tuple(context + choice for context, choice in pairs)
         return Item(form.where, tuple(pairs), choices, form.gold(choices)[0], data=form.data)
+
+    def draw(self, shots: int) -> CoreDraw:
+        return CoreDraw(shots)
 
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
         begins = () if scorer.bos else (scorer.prefix,)

@@ -53,6 +53,10 @@ class Kind:
         prompts = self.task.example_prompt if example and self.task.example_prompt else self.task.prompt
         return [self.item(self.form.of(prompts, self.name, record, self.member)) for record in records]
 
+    def draw(self, shots: int) -> Any:
+        """What draws the examples of a kind that has a way of its own."""
+        return None
+
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
         """For each item what is asked of the model, and how many context tokens the window takes from it. Raises
         WrongUse for a model that cannot answer.
