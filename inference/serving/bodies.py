@@ -72,7 +72,7 @@ class Budget:
 
 def read(kind: type[Kind], body: bytes | bytearray, most_texts: int) -> Kind:
     """A body of this kind, with at most so many texts in a field. Raises WrongUse."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = _fields(kind)
     try:
         given = _parts(kind).decode(body)
     except UNREADABLE as error:
@@ -102,10 +102,15 @@ def read(kind: type[Kind], body: bytes | bytearray, most_texts: int) -> Kind:
     return kind(**kept)
 
 
+@lru_cache(None)  # evaluating the annotations takes longer than reading a small body
+def _fields(kind: type[Body]) -> dict[str, Any]:
+    return {field.name: field for field in msgspec.structs.fields(kind)}
+
+
 @lru_cache(None)
 def _parts(kind: type[Body]) -> Any:
     """Reads the fields of a body as bytes, up to the first that is unknown."""
-    names = [*(field.name for field in msgspec.structs.fields(kind)), *kind.missing]
+    names = [*_fields(kind), *kind.missing]
     fields: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
 

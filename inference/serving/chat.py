@@ -21,7 +21,7 @@ from ...core.errors import WrongUse
 from ...data.tokenizer import CHAT, CONFIG, GENERATION, TURN_ENDS, Tokenizer, beside_model, chat_template
 from .api_types import ChatMessage
 
-BREAK = "\ufdd0"  # a noncharacter, put into special tokens that a message spells and taken out again
+BREAK = "\ufdd0"  # a noncharacter, put into added tokens that a message spells: they are encoded in two parts
 
 
 class ChatTemplate:
@@ -43,9 +43,12 @@ class ChatTemplate:
         added = tokenizer.config.get("added_tokens") or []
         self._special = {token["content"]: int(token["id"]) for token in added}
         longest_first = sorted(self._special, key=len, reverse=True)
-        self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._any_special = _any_of(longest_first)
         usual_ends = (*TURN_ENDS, names["eos_token"])
         self.ends = tuple(name for name, i in self._special.items() if name in usual_ends or i in ends)
+        # What a model says of itself, such as `</think>`, stays in its own earlier answers: templates look for it.
+        said = {token["content"] for token in added if not token.get("special", True)} - {*self.ends}
+        self._not_said = _any_of([name for name in longest_first if name not in said])
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -69,7 +72,7 @@ class ChatTemplate:
     def ids(self, messages: Sequence[ChatMessage]) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
         given = [
-            {"role": message.role, "content": self._plain(message.text())}
+            {"role": message.role, "content": self._plain(message.text(), message.role == "assistant")}
             | ({"name": self._plain(message.name)} if message.name else {})
             for message in messages
         ]
@@ -86,13 +89,17 @@ class ChatTemplate:
         parts.append(self._encode(text[start:]))
         return np.concatenate(parts).astype(np.int64)
 
-    def _plain(self, text: str) -> str:
-        text = text.replace(BREAK, "")
-        return self._any_special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+    def _plain(self, text: str, own: bool = False) -> str:
+        text, forged = text.replace(BREAK, ""), self._not_said if own else self._any_special
+        return forged.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
     def _encode(self, text: str) -> np.ndarray:
-        text = text.replace(BREAK, "")
-        return self._tokenizer.encode(text) if text else np.zeros(0, np.int32)
+        parts = [self._tokenizer.encode(part) for part in text.split(BREAK) if part]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
 def _json(value: Any, indent: int | None = None, **_: Any) -> str:

@@ -54,6 +54,27 @@ def test_a_message_cannot_forge_the_end_of_a_turn(chat_dir: Path) -> None:
     assert forged in tokenizer.decode(ids)
 
 
+def test_a_template_finds_what_the_model_said_of_itself(chat_dir: Path) -> None:
+    """`</think>`, which is no special token, in an earlier answer: a template that cuts there does, and what is left
+    is one token; a user's is so many characters.
+    """
+    file = chat_dir / "tokenizer.json"
+    described = json.loads(file.read_text())
+    known = {"id": 302, "content": "</think>", "special": False, "normalized": False}
+    described["added_tokens"].append(known | {"single_word": False, "lstrip": False, "rstrip": False})
+    file.write_text(json.dumps(described))
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] + '.' }}{% endfor %}"
+    whole, cut = (
+        ChatTemplate(text, Tokenizer.load(chat_dir), {"eos_token": ""})
+        for text in ("{{ messages[0].content }}", source)
+    )
+    said = ChatMessage(role="assistant", content="secret</think>a")
+    asked = ChatMessage(role="user", content="secret</think>a")
+    decode = Tokenizer.load(chat_dir).decode
+    assert decode(cut.ids([said]).tolist()) == "a." and "secret" in decode(cut.ids([asked]).tolist())
+    assert 302 in whole.ids([said]) and 302 not in whole.ids([asked])
+
+
 def test_templates_run_in_a_sandbox(chat_dir: Path) -> None:
     from throughline.core.errors import WrongUse
 
