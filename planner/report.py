@@ -53,11 +53,8 @@ def asked(search: Search) -> str:
     work = search.work
     text = f"{search.world:,} chips of {search.cluster.name}; {work.rows:,} rows of {work.length:,} tokens a step"
     whole, active = work.config.parameter_count(), active_parameters(work.config)
-    return (
-        text
-        if active == whole
-        else f"{text}; {active / 1e9:.3g} of {whole / 1e9:.4g} billion parameters active"
-    )
+    told = f"; {active / 1e9:.3g} of {whole / 1e9:.4g} billion parameters active"
+    return text + told * (active != whole)
 
 
 def active_parameters(config: ModelConfig) -> int:

@@ -139,12 +139,11 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
             for expert in shared
         ]
         if len(columns) == before:
+            held = ", ".join(f"{axis}={values[0]}" for axis, values in fixed.items()) or "any micro-batch"
             text = (
                 f"{per} rows of each of {rest} data processes on {pipeline} stages of {config.layers} layers"
             )
-            refused[
-                f"{text} with {', '.join(f'{k}={v[0]}' for k, v in fixed.items()) or 'any micro-batch'}"
-            ] += 1
+            refused[f"{text} with {held}"] += 1
     table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
     return Layouts(*table)
 
@@ -258,9 +257,8 @@ def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
     grown = max(best.parts, key=lambda name: other.parts[name] - best.parts[name])
     slower = other.seconds / best.seconds - 1
     if slower <= 0:
-        return (
-            "as fast" if slower > -0.0005 else f"{-slower:.1%} faster, and left to the search's other choices"
-        )
+        faster = f"{-slower:.1%} faster, and left to the search's other choices"
+        return "as fast" if slower > -0.0005 else faster
     return f"{slower:.1%} slower, most of it {grown} (+{other.parts[grown] - best.parts[grown]:,.3g} s)"
 
 

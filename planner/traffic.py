@@ -168,11 +168,8 @@ def data_passes(sharding: Number, pipeline: Number, micro_batches: Number) -> tu
     """
     alone = np.asarray(pipeline) == 1
     streamed, scattered = alone & (np.asarray(sharding) == 3), alone & (np.asarray(sharding) >= 2)
-    return (
-        np.where(streamed, 2 * micro_batches, 1),
-        np.where(streamed, micro_batches, 1),
-        np.where(scattered, micro_batches, 1),
-    )
+    times = np.where(streamed, micro_batches, 1)
+    return np.where(streamed, 2 * times, 1), times, np.where(scattered, micro_batches, 1)
 
 
 @functools.lru_cache(maxsize=32)
@@ -239,9 +236,8 @@ def _row_traffic(
         for what, calls, size in context_sends(config, batch.numbers, tokens, *degrees, again):
             yield Traffic("context", "send", times * int(calls), times * int(size), what)
     if layout.expert > 1:
-        calls, size = expert_sends(
-            config, batch.numbers, tokens, layout.tensor, int(batch.recompute == "full")
-        )
+        again = int(batch.recompute == "full")
+        calls, size = expert_sends(config, batch.numbers, tokens, layout.tensor, again)
         yield Traffic("expert", "all-to-all", round(times * calls), round(times * size), "rows of experts")
 
 

@@ -76,10 +76,7 @@ AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name n
 def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
     """A recipe's layout as the planner takes it; one that says which layers each stage has by its own schedule."""
     return Layouts(
-        layout.tensor,
-        layout.pipeline,
-        layout.data,
-        layout.context,
+        *(layout.tensor, layout.pipeline, layout.data, layout.context),
         micro_rows,
         layout.stages_per_process,
         SHARDINGS.index(layout.sharding),
