@@ -96,11 +96,15 @@ def find_recipe(source: Path | str) -> Path:
     names = shipped_recipes()
     if path.suffix != ".toml" and str(source) in names:
         return names[str(source)]
+    beside = (
+        [file.name for file in path.parent.glob("*")] if path.suffix else []
+    )  # a text's or a recipe's name
+    near = did_you_mean(path.name if beside else path.stem, [*names, *beside])
     raise WrongUse(
         "no such recipe",
         where=source,
         why="neither a file nor a shipped recipe",
-        fix=f"{did_you_mean(path.stem, names)} list them with: throughline recipe list".strip(),
+        fix=f"{near} list them with: throughline recipe list".strip(),
     )
 
 

@@ -232,7 +232,7 @@ def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]
 
 def load_lines(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and cells of the table for people."""
-    titles = {"clients": "clients", "answered": "answered", "refused": "not"}
+    titles = {"clients": "clients", "answered": "answered", "refused": "failed"}
     titles |= {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s", "generated_per_s": "made/s"}
     for key, title in (("first", "first"), ("gap", "between"), ("total", "whole")):
         titles |= {f"{key}_p{share}_ms": f"{title} p{share} ms" for share in (50, 99)}

@@ -20,7 +20,7 @@ from throughline.train.build import RunPlan, training_rows
 from throughline.train.evaluate import Validation
 from throughline.train.logs.compare import check_bound, compare_runs
 from throughline.train.logs.metrics import Metrics, flat, read_metrics
-from throughline.train.logs.report import write_report
+from throughline.train.logs.report import summary_rows, write_report
 from throughline.train.logs.step_report import StepReport
 from throughline.train.loop import train
 from throughline.train.recipes.recipe import Recipe
@@ -64,6 +64,12 @@ def test_a_share_above_the_peak_is_not_told() -> None:
         StepReport._mfu(SimpleNamespace(peak=peak, _flops_per_token=2.0), 30.0) for peak in (0, 59, 120)
     ]
     assert shares == [None, None, 0.5]
+
+
+@pytest.mark.parametrize(("steps", "told"), [([None, None, 0.9], False), ([None, 0.4, 0.9], True)])
+def test_a_median_of_shares_counts_those_that_are_not_told(steps: list[float | None], told: bool) -> None:
+    rows = summary_rows([{"step": 1, "loss": 1.0, "mfu": share} for share in steps], [])
+    assert dict(rows).get("MFU, median step") == ("90.0 %" if told else None)
 
 
 @pytest.mark.parametrize("packing", [False, True])

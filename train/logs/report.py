@@ -1,5 +1,6 @@
 """`report.html` of a run: curves, samples, memory, environment and recipe in one file that needs no network."""
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -98,9 +99,12 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     )
     rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
     for name, (title, text) in MEDIANS.items():
-        values = sorted(record[name] for record in steps if record.get(name) is not None)
-        if values:
-            rows.append((title, text(values[len(values) // 2])))
+        # none is above all: MFU of a step that was faster than the peak, which was measured on a busy machine
+        values = sorted(
+            math.inf if record[name] is None else record[name] for record in steps if name in record
+        )
+        if values and math.isfinite(middle := values[len(values) // 2]):
+            rows.append((title, text(middle)))
     skipped = sum(bool(record.get("skipped")) for record in steps)
     if skipped:
         rows.append(("steps skipped (not finite)", f"{skipped:,}"))
