@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ...core.errors import Failed, MissingExtra, Refused, ThroughlineError, WrongUse
@@ -67,6 +68,29 @@ def _offset(row_group: Any) -> int:
     return first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
 
 
+def _hub_name(name: str) -> tuple[str, str, str]:
+    """Repository, revision and configuration of `datasets:NAME[@REVISION][:CONFIG]`."""
+    repository, _, config = name.removeprefix(DATASET_PREFIX).partition(":")
+    if Path(repository).exists():
+        return repository, "", config
+    repository, _, revision = repository.partition("@")
+    return repository, revision, config
+
+
+def pinned(name: str) -> str:
+    """A dataset of the hub at the commit that it is at now, or at the revision that its name has: what is read over
+    days is one version. Raises Failed when it cannot be found.
+    """
+    repository, revision, config = _hub_name(name)
+    if revision or Path(repository).exists():
+        return name
+    from huggingface_hub import HfApi
+
+    with _readable(name):
+        commit = HfApi().dataset_info(repository).sha
+    return f"{DATASET_PREFIX}{repository}@{commit}" + f":{config}" * bool(config)
+
+
 def hub_parts(name: str, split: str) -> int:
     """Files of a streamed dataset, which can be read apart. Raises Failed when it cannot be opened."""
     with _readable(name):
@@ -90,8 +114,9 @@ def _open_dataset(name: str, split: str) -> Any:
     except ImportError:
         raise MissingExtra("datasets", "reading a Hugging Face dataset", "datasets") from None
     if name.startswith(DATASET_PREFIX):
-        repository, _, config = name.removeprefix(DATASET_PREFIX).partition(":")
-        return datasets.load_dataset(repository, config or None, split=split, streaming=True)
+        repository, revision, config = _hub_name(name)
+        more = {"revision": revision} if revision else {}
+        return datasets.load_dataset(repository, config or None, split=split, streaming=True, **more)
     assert is_saved_dataset(name)
     rows: Any = datasets.load_from_disk(name)
     if isinstance(rows, datasets.DatasetDict):

@@ -23,7 +23,7 @@ from ...core.files import full_disk, write_atomic
 from ..backends import Backend, open_backend
 from ..store import partial
 from ..tokenizer import FILE, Tokenizer
-from .columns import hub_parts
+from .columns import hub_parts, pinned
 from .executors import run_processes, run_ray
 from .finalize import alone, finalize
 from .inputs import expand_inputs
@@ -135,7 +135,9 @@ def make_plan(
     if not tokenizer.splits_at_space:
         options = replace(options, piece_bytes=None)
     sources = tuple(
-        replace(source, parts=hub_parts(source.path, options.split)) if source.streamed else source
+        replace(source, path=(path := pinned(source.path)), parts=hub_parts(path, options.split))
+        if source.streamed
+        else source
         for source in expand_inputs(inputs)
     )
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))

@@ -2,7 +2,7 @@
 
 Finished lines are appended to OUT.partial as they come, with their number; the same command goes on where it
 stopped, and the last step puts them in order as OUT. A line that cannot be answered (a prompt longer than the
-context) gets an "error" and stops nobody else.
+context, no JSON, no text) gets an "error" and stops nobody else.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from msgspec.structs import asdict, replace
 
 from ...core.backend import AUTO, BackendOptions
 from ...core.console import progress
-from ...core.errors import ThroughlineError, WrongUse
+from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
 from ...data.records import read_records
 from ...data.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def generate_file(
     "answers" and "finish".
 
     A line's own `max_tokens`, `stop`, `samples` and sampling settings take the place of those given.
-    Returns counts. Raises WrongUse for a line that is no request and for an OUT that is there already.
+    Returns counts. Raises WrongUse for a file without any request and for an OUT that is there already.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     given = {"sampling": repr(like.sampling), "max_tokens": like.max_tokens, "stop": like.stop}
@@ -90,10 +90,12 @@ def _run(
 ) -> dict[str, Any]:
     if out.exists():
         raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
-    total = sum(1 for _ in _records(source, field, cut))  # every line is checked before the first is answered
-    if total == 0:
-        fix = f'give lines like {{"{field}": "..."}}'
-        raise WrongUse("there is nothing to answer", where=source, fix=fix)
+    texts = [isinstance(record.get(field), str) for _, record in _records(source, field, cut)]
+    total = len(texts)
+    if not any(texts):
+        why = "" if not texts else f'none of its {total:,} lines has a text "{field}"'
+        fix = f'give lines like {{"{field}": "..."}}, or name the field that holds the text'
+        raise WrongUse("there is nothing to answer", where=source, why=why, fix=fix)
     partial = out.with_name(out.name + ".partial")
     with full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ def _run(
     with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
         bar.start_at(len(before))
         for number, row in answer(todo):
-            errors += [row["error"]] if "error" in row else []
+            errors += [f"record {number + 1}: {row['error']}"] if "error" in row else []
             places[number] = file.tell()
             with full_disk(partial):
                 file.write(f"{number}\t{json.dumps(row, ensure_ascii=False)}\n".encode())
@@ -115,7 +117,7 @@ def _run(
             file.seek(places[number])
             line = file.readline().split(b"\t", 1)[1]
             if number in before and "error" in (row := json.loads(line)):
-                errors.append(row["error"])
+                errors.append(f"record {number + 1}: {row['error']}")
             target.write(line)
     sync(ordered)
     os.replace(ordered, out)
@@ -124,22 +126,35 @@ def _run(
 
 
 def _records(source: Path, field: str, cut: Cut = None) -> Iterator[Record]:
-    """Numbered lines, or their pieces. Raises Failed for what is no JSON object, WrongUse without this field."""
+    """Numbered lines, or their pieces; what is no JSON object has an "error" and no text."""
     lines = (
-        json_lines(source)
-        if source.suffix == ".jsonl"
-        else ((record.where, record.data) for record in read_records([source]))
+        _lines(source) if source.suffix == ".jsonl" else (record.data for record in read_records([source]))
     )
     number = 0
-    for place, record in lines:
-        if not isinstance(record.get(field), str):
-            why = f"it has: {', '.join(map(str, record))}"
-            fix = f'write {{"{field}": "..."}}, or name the field that holds the text'
-            raise WrongUse(f'this line has no text "{field}"', where=place, why=why, fix=fix)
-        pieces = [record] if cut is None else [record | {field: each} for each in cut(record[field])]
-        for chunk, piece in enumerate(pieces):
-            yield number, piece if cut is None else piece | {"chunk": chunk}
+    for record in lines:
+        if cut is None or not isinstance(record.get(field), str):
+            yield number, record
             number += 1
+            continue
+        for chunk, piece in enumerate(cut(record[field])):
+            yield number, record | {field: piece, "chunk": chunk}
+            number += 1
+
+
+def _lines(source: Path) -> Iterator[dict[str, Any]]:
+    with open(source, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield from (record for _, record in json_lines(source, [line]))
+            except Failed:
+                yield {"line": number, "error": "this line is no JSON object"}
+
+
+def _text_of(record: dict[str, Any], field: str) -> str:
+    """The text of a line. Raises WrongUse for a line without one."""
+    if not isinstance(text := record.get(field), str):
+        raise WrongUse(str(record.get("error") or f'this line has no text "{field}"'))
+    return text
 
 
 def _resume(partial: Path, identity: str) -> dict[int, int]:
@@ -194,7 +209,7 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
     def jobs() -> Iterator[Job]:
         for number, record in records:
             try:
-                job = text_job(loaded, tokenizer, record["prompt"], _with_own(like, record))
+                job = text_job(loaded, tokenizer, _text_of(record, "prompt"), _with_own(like, record))
             except ThroughlineError as error:
                 refused.append((number, record | {"error": str(error)}))
                 continue
@@ -221,7 +236,8 @@ def _embed(
         rows, kept = [], []
         for number, record in group:
             try:
-                rows.append(reader.frame({"text": loaded.sentence.text(record[field])}, truncate))
+                text = loaded.sentence.text(_text_of(record, field))
+                rows.append(reader.frame({"text": text}, truncate))
                 kept.append((number, record))
             except ThroughlineError as error:
                 yield number, record | {"error": str(error)}

@@ -185,6 +185,22 @@ def test_whatever_a_dataset_fails_with_is_one_clear_error(monkeypatch: pytest.Mo
         expand_inputs(["datasets:"])
 
 
+def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit of the day of the plan is in the name that everything reads by; a revision that is named stays."""
+    import datasets
+    import huggingface_hub
+    from throughline.data.ingest.columns import hub_parts, pinned
+
+    asked: list[dict] = []
+    dataset = type("Dataset", (), {"num_shards": 7})()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **more: asked.append(more) or dataset)
+    info = type("Info", (), {"sha": "c0ffee"})()
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: info)
+    assert pinned("datasets:some/name:en") == "datasets:some/name@c0ffee:en"
+    assert pinned("datasets:some/name@v1") == "datasets:some/name@v1"
+    assert hub_parts(pinned("datasets:some/name"), "train") == 7 and asked[-1]["revision"] == "c0ffee"
+
+
 def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text('{"_data_files": [')

@@ -100,9 +100,21 @@ def test_a_long_text_is_embedded_by_its_beginning_when_asked(bert_dir: Path, tmp
     assert first == pytest.approx(listed.tolist(), abs=1e-6)
 
 
-def test_a_line_that_is_no_request_is_named_before_anything_runs(gpt_onnx: Path, tmp_path: Path) -> None:
+def test_a_bad_line_stops_nobody_else(gpt_onnx: Path, bert_dir: Path, tmp_path: Path) -> None:
+    """No JSON, no text, a text that is none: each has its error in its place; a file of such lines alone is refused
+    before anything runs.
+    """
     source = tmp_path / "in.jsonl"
-    source.write_text('{"prompt": "a"}\n\n{"text": "b"}\n')
-    with pytest.raises(WrongUse, match="prompt") as refused:
-        generate_file(gpt_onnx, source, tmp_path / "out.jsonl", Job(NO_IDS, 5), CPU)
-    assert "in.jsonl:3" in str(refused.value) and not list(tmp_path.glob("out*"))
+    source.write_text(
+        '{"prompt": "a"}\n\nno JSON\n{"text": "b"}\n{"prompt": 5}\n{"prompt": "c", "samples": 0}\n[1]\n'
+    )
+    facts = generate_file(gpt_onnx, source, tmp_path / "out.jsonl", Job(NO_IDS, 5), CPU)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert ["error" in row for row in rows] == [False, True, True, True, True, True] and rows[1]["line"] == 3
+    assert facts["errors"] == 5 and facts["first_error"].startswith("record 2: this line is no JSON")
+    found = embed_file(bert_dir, source, tmp_path / "vectors.jsonl", CPU, chunk=True)
+    rows = [json.loads(line) for line in (tmp_path / "vectors.jsonl").read_text().splitlines()]
+    assert found["errors"] == 5 and ["embedding" in row for row in rows].index(True) == 2
+    source.write_text('{"text": "b"}\n')
+    with pytest.raises(WrongUse, match="nothing to answer"):
+        generate_file(gpt_onnx, source, tmp_path / "other.jsonl", Job(NO_IDS, 5), CPU)
