@@ -188,6 +188,25 @@ def test_not_finite_numbers_are_passed_on_and_leave_no_trace() -> None:
         assert finite == [True, True, False, False, True, True]
 
 
+@pytest.mark.parametrize("kind", ["drawn", "low rank", "all ones", "many small"])
+def test_the_sketch_of_a_norm_is_near_it(kind: str) -> None:
+    """Also of gradients whose parts are alike, and longer than the signs that were drawn."""
+    low_rank = torch.outer(draw(0, 0, 3000), draw(1, 0, 700))
+    gradients = {
+        "drawn": [draw(0, 0, 5000, 300), draw(0, 1, 77)],
+        "low rank": [low_rank, draw(0, 2, 768)],
+        "all ones": [torch.ones(4000, 1000)],
+        "many small": [torch.ones(768) for _ in range(150)],
+    }[kind]
+
+    def work(communicator: Communicator) -> float:
+        adam = OneBitAdam([torch.zeros(2)], communicator=communicator, warmup_steps=0)
+        return float(adam.squared_norm(gradients) / sum(g.square().sum() for g in gradients))
+
+    (ratio,) = ranks(1, work)
+    assert 0.8 < ratio < 1.2, "1,024 buckets: a deviation of 4 %"
+
+
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 50))

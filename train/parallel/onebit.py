@@ -80,8 +80,8 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         for gradient in gradients:
             rows = F.pad(gradient.flatten(), (0, -gradient.numel() % SKETCH)).view(-1, SKETCH)
             for block in rows.split(SKETCH):
-                first, way = draw.randrange(SKETCH), draw.choice((-1, 1))
-                sketch.add_((block * self._signs[first : first + len(block)]).sum(0), alpha=way)
+                first, way = draw.randrange(SKETCH), self._signs[draw.randrange(2 * SKETCH)]
+                sketch += (block * self._signs[first : first + len(block)]).sum(0) * way
         return self.communicator.all_reduce(sketch).square().sum()
 
     @torch.no_grad()
