@@ -2,7 +2,7 @@
 
 Finished lines are appended to OUT.partial as they come, with their number; the same command goes on where it
 stopped, and the last step puts them in order as OUT. A line that cannot be answered (a prompt longer than the
-context, no JSON, no text) gets an "error" and stops nobody else.
+context, no JSON, no text, logits that are no numbers) gets an "error" and stops nobody else.
 """
 
 import dataclasses
@@ -205,6 +205,13 @@ def _with_own(like: Job, record: dict[str, Any]) -> Job:
 def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], like: Job) -> Iterator[Record]:
     asked: list[tuple[Record, list[str], list[str | None]]] = []  # in the order of the jobs
     refused: list[Record] = []
+    broken: set[int] = set()
+
+    def fail(place: int, error: Exception) -> None:
+        number, record = asked[place][0]
+        if place not in broken:
+            refused.append((number, record | {"error": str(error)}))
+        broken.add(place)
 
     def jobs() -> Iterator[Job]:
         for number, record in records:
@@ -218,11 +225,11 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
 
     slots = SLOTS if loaded.backend.device == "cpu" else GPU_SLOTS
     text = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size
-    for place, copy, delta in answer(loaded.backend, jobs(), *text, slots, PREFIX_BYTES):
+    for place, copy, delta in answer(loaded.backend, jobs(), *text, slots, PREFIX_BYTES, fail):
         (number, record), texts, ends = asked[place]
         texts[copy] += delta.text
         ends[copy] = delta.finish
-        if all(ends):
+        if all(ends) and place not in broken:
             yield number, record | {"answers": texts, "finish": ends}
         yield from refused
         refused.clear()

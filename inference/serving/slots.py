@@ -340,9 +340,10 @@ def answer(
     vocab_size: int | None = None,
     slots: int = 8,
     prefix_bytes: int = 0,
+    fail: Callable[[int, Exception], None] | None = None,
 ) -> Iterator[tuple[int, int, TextDelta]]:
     """Answer all jobs, which are drawn as places come free; yields (number of the job, which of its answers,
-    delta) as text is made. Arguments as for `SlotBatch`.
+    delta) as text is made. Arguments as for `SlotBatch`; `fail` hears of jobs that an error ends (None: it is raised).
     """
     batch = SlotBatch(backend, decode, slots, vocab_size, eos_id, prefix_bytes)
     numbered = enumerate(jobs)
@@ -354,5 +355,8 @@ def answer(
             return
         for sequence, delta in batch.step():
             yield *sequence.owner, delta
-        for _, error in batch.failed:
-            raise error
+        for sequence, error in batch.failed:
+            if fail is None:
+                raise error
+            fail(sequence.owner[0], error)
+        batch.failed = []

@@ -12,6 +12,7 @@ from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import offline
 from throughline.inference.serving.generation import NO_IDS, Job
 from throughline.inference.serving.offline import embed_file, generate_file
+from throughline.inference.serving.sequence import Sequence
 from throughline.inference.serving.texts import continue_text, embed_texts
 
 CPU = BackendOptions(device="cpu", threads=1)
@@ -46,6 +47,28 @@ def test_every_line_is_answered_in_order(gpt_onnx: Path, tmp_path: Path) -> None
     assert found[1]["answers"][1] == second
     with pytest.raises(WrongUse, match="there is a file already"):
         generate_file(gpt_onnx, source, out, Job(NO_IDS, 8), CPU)
+
+
+def test_a_line_whose_computing_fails_stops_no_other(
+    gpt_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both answers of one line fail: it has one error, the others are answered."""
+    accept = Sequence.accept
+
+    def failing(sequence: Sequence, *rest):
+        if sequence.job.max_tokens == 7:
+            raise ValueError("not a number")
+        return accept(sequence, *rest)
+
+    monkeypatch.setattr(Sequence, "accept", failing)
+    rows = [{"prompt": "a"}, {"prompt": "b", "max_tokens": 7, "samples": 2}, {"prompt": "c"}]
+    source, out = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    facts = generate_file(gpt_onnx, source, out, Job(NO_IDS, 4), CPU)
+    assert facts["errors"] == 1 and [sorted({*row} - {*rows[1]}) for row in lines(out)] == [
+        ["answers", "finish"],
+        ["error"],
+        ["answers", "finish"],
+    ]
 
 
 def test_a_stopped_run_goes_on(gpt_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
