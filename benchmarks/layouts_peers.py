@@ -176,7 +176,7 @@ def cut(model: Any, sequence: bool) -> DeviceMesh:
         "attention.out": RowwiseParallel(output_layouts=between),
     }
     plan |= {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(output_layouts=between)}
-    others = (None,) * 4  # mask, causality, rotary table and memory of a block and its attention
+    others = (None,) * 3  # mask, causality and rotary table of a block and its attention
     if sequence:
         plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
         plan |= {
