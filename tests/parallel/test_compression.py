@@ -19,7 +19,6 @@ from throughline.train.parallel.compression import (  # noqa: E402
     Communicator,
     PowerSum,
     Signs,
-    orthonormal,
 )
 from throughline.train.parallel.mesh import Axis  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
@@ -393,13 +392,3 @@ def test_a_longer_run_does_not_take_the_warm_up_back() -> None:
         one.step()
     assert second.frozen
     assert torch.equal(weight, other)
-
-
-def test_factors_of_one_shape_are_made_orthonormal_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bits that one by one have: a GPU waits for each call."""
-    calls, plain = [], torch.linalg.qr
-    monkeypatch.setattr(torch.linalg, "qr", lambda x: calls.append(x.shape) or plain(x))
-    factors = [draw(0, number, rows, 4) for number, rows in enumerate((40, 30, 40, 40))]
-    found = orthonormal(factors)
-    assert len(calls) == 2
-    assert all(torch.equal(basis, plain(factor).Q) for basis, factor in zip(found, factors, strict=True))

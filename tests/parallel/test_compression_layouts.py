@@ -12,7 +12,7 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, Prover, own_rows  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
-from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
+from throughline.train.parallel.compression import Bf16Sum, PowerSum, orthonormal  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 
 LAYOUTS = {
@@ -92,3 +92,14 @@ def test_thin_factors_forget_nothing(layout: str) -> None:
     for matrices, missing in run_ranks(case.layout.world, lambda: conserved(case)):
         assert matrices >= 4
         assert missing < 1e-12
+
+
+def test_factors_of_one_shape_are_made_orthonormal_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits that one by one have: a GPU waits for each call."""
+    calls, plain = [], torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda x: calls.append(x.shape) or plain(x))
+    drawn = torch.Generator().manual_seed(0)
+    factors = [torch.randn(rows, 4, generator=drawn) for rows in (40, 30, 40, 40)]
+    found = orthonormal(factors)
+    assert len(calls) == 2
+    assert all(torch.equal(basis, plain(factor).Q) for basis, factor in zip(found, factors, strict=True))
