@@ -126,6 +126,8 @@ def command(
         raise click.UsageError("--model and --tokenizer belong to --url")
     if given["url"] is not None and (path or all_checkpoints):
         raise click.UsageError("--url takes the place of PATH, and a server has no checkpoints")
+    if given["url"] is not None and not given["against"] and {given["device"], given["dtype"]} != {"auto"}:
+        raise click.UsageError("with --url the server decides --device and --dtype")
     request = Request(Path(path or given["model"] or "endpoint"), ",".join(tasks), **given)
     found = evaluate_checkpoints(request) if all_checkpoints else evaluate_one(request)
     if found is not None:
