@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from .common import option, pretraining_recipe, throughline_command, with_weights
+from .main import main
 
 LAUNCHED = (
     "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., serve (for Kubernetes), "
@@ -91,8 +91,10 @@ def _devices() -> int:
 
 def _given(arguments: Sequence[str]) -> dict[str, Any]:
     """The command's options, checked as it checks them itself."""
-    command = import_module(f".{arguments[0]}", __package__).command
-    given = command.make_context(arguments[0], list(arguments[1:]), click.get_current_context()).params
+    context = click.get_current_context()
+    command = main.get_command(context, arguments[0])
+    assert command is not None
+    given = command.make_context(arguments[0], list(arguments[1:]), context).params
     if given.get("init_from"):
         given["overrides"] = with_weights(given["overrides"], given["init_from"])
     return given

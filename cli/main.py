@@ -13,30 +13,30 @@ from ..core.version import version
 VERBS = {
     "data": ("data", "Tokenizers and token stores: train, tokenise, inspect, deduplicate, export."),
     "plan": ("plan", "What fits, how long it takes and what it costs, before it is paid for."),
-    "study": ("study", "Measure this machine, so that plans for it rest on measurements."),
-    "train": ("train", "Pretrain a GPT or a BERT from a recipe."),
-    "finetune": ("finetune", "Fine-tune a model on labelled records: classes, spans, embeddings, responses."),
+    "study": ("training", "Measure this machine, so that plans for it rest on measurements."),
+    "train": ("training", "Pretrain a GPT or a BERT from a recipe."),
+    "finetune": ("training", "Fine-tune a model on labelled records: classes, spans, embeddings, responses."),
     "eval": ("eval", "Evaluate a run, checkpoint, model directory or ONNX artifact."),
     "export": ("export", "Write a checkpoint as ONNX or as a Hugging Face directory, with a parity report."),
-    "generate": ("generate", "Continue text with a GPT."),
-    "embed": ("embed", "Embed texts with a BERT."),
-    "search": ("search", "Score search by words, by embeddings and by both."),
+    "generate": ("texts", "Continue text with a GPT."),
+    "embed": ("texts", "Embed texts with a BERT."),
+    "search": ("texts", "Score search by words, by embeddings and by both."),
     "serve": ("serve", "Serve models over HTTP (OpenAI-compatible)."),
     "bench": ("bench", "Measure the latency of your own artifact, or load on your own server."),
-    "prove": ("prove", "Show on this CPU that a recipe's layout trains the same model as one process."),
+    "prove": ("training", "Show on this CPU that a recipe's layout trains the same model as one process."),
     "launch": ("launch", "Run a command on several processes, or write the job file that does."),
     "demo": ("demo", "The whole road on the shipped sample: text to served endpoint in minutes."),
-    "show": ("show", "Print what an artifact is and what it was made from."),
-    "verify": ("verify", "Re-hash an artifact against its manifest."),
-    "report": ("report", "Write a run's report.html again."),
-    "compare": ("compare", "Compare two runs or two score files; the exit code says whether they agree."),
+    "show": ("artifacts", "Print what an artifact is and what it was made from."),
+    "verify": ("artifacts", "Re-hash an artifact against its manifest."),
+    "report": ("artifacts", "Write a run's report.html again."),
+    "compare": ("artifacts", "Compare two runs or two score files; the exit code says whether they agree."),
     "recipe": ("recipe", "List, show, check and write recipes."),
     "doctor": ("doctor", "Versions, hardware and optional packages of this machine."),
 }
 
 
 class Verbs(click.Group):
-    """A group whose commands are imported on demand from `cli/<file>.py`, attribute `command`."""
+    """A group whose commands are imported on demand: `command` of the verb's own file, or its name in a shared one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -44,7 +44,9 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        return importlib.import_module(f".{VERBS[name][0]}", __package__).command
+        file = VERBS[name][0]
+        module = importlib.import_module(f".{file}", __package__)
+        return getattr(module, "command" if file == name else name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

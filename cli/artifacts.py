@@ -1,0 +1,118 @@
+"""`throughline show|verify|report|compare`: what is there already, looked at, checked, and held beside another."""
+
+import os
+from dataclasses import asdict
+from operator import attrgetter
+
+import click
+
+from ..core import console
+from ..core.artifact import Input, chain, is_artifact, read_manifest, verify_artifact
+from ..core.errors import WrongUse
+from .common import option, throughline_command
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@throughline_command
+def show(path: str) -> None:
+    """Print an artifact's manifest and its provenance.
+
+    \b
+    Example:  throughline show runs/demo/tokens
+    """
+    manifest = read_manifest(path)
+    rows = chain(path)
+    total = sum(file.bytes for file in manifest.files)
+    lines = [
+        f"{manifest.kind}  {path}",
+        f"  made      {manifest.created} by throughline {manifest.throughline_version}",
+        f"  command   {manifest.command}",
+        f"  hash      {manifest.hash}",
+        f"  files     {len(manifest.files)}, {console.amount(total, 'B')}",
+        *(f"  {name:<9} {_short(value)}" for name, value in manifest.facts.items()),
+    ]
+    if rows:
+        lines.append("  made from")
+        lines += [
+            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{_state(item, same)}"
+            for depth, item, same in rows
+        ]
+    made_from = [{"depth": depth, **asdict(item), "unchanged": same} for depth, item, same in rows]
+    console.result(asdict(manifest) | {"hash": manifest.hash, "chain": made_from}, lines)
+
+
+def _state(item: Input, same: bool | None) -> str:
+    if same is None:
+        return "  (too large to hash again here)" if os.path.exists(item.path) else "  (no longer there)"
+    return "" if same else "  (CHANGED since)"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@throughline_command
+def verify(paths: tuple[str, ...]) -> None:
+    """Check every file of one or more artifacts; exit 3 when one is missing, cut or changed.
+
+    \b
+    Example:  throughline verify runs/demo/tokens
+    """
+    lines, verified = [], []
+    for path in paths:
+        manifest = verify_artifact(path)
+        total = console.amount(sum(file.bytes for file in manifest.files), "B")
+        lines.append(f"ok  {path}  {manifest.kind}, {len(manifest.files)} files, {total}")
+        verified.append({"path": path, "hash": manifest.hash})
+    console.result({"verified": verified}, lines)
+
+
+@click.command()
+@click.argument("run", type=click.Path())
+@throughline_command
+def report(run: str) -> None:
+    """Write RUN's report.html from its metrics, also while it trains.
+
+    \b
+    Example:  throughline report runs/gpt-shakespeare
+    """
+    from ..train.logs.report import write_report
+
+    path = str(write_report(run))
+    console.result({"report": path}, [path])
+
+
+@click.command()
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+@option("--bound", float, "Largest relative difference that is accepted.", 1e-5)
+@throughline_command
+def compare(first: str, second: str, bound: float) -> None:
+    """Compare the losses and gradient norms of two runs; exit code 3 when a difference is above the bound.
+
+    Two scores of `throughline eval` are compared record by record with a paired test instead.
+
+    \b
+    Example:  throughline compare runs/one runs/two --bound 1e-6
+    """
+    if not bound >= 0:  # NaN too: no difference is within it, not even none
+        fix = "a number from 0 on; 0 asks for the same to the last bit"
+        raise WrongUse(f"{bound:g} is no bound", where="--bound", fix=fix)
+    if is_artifact(first) and read_manifest(first).kind == "scores":
+        from ..eval.compare import compare_scores
+
+        console.result(*compare_scores(first, second))
+        return
+    from ..train.logs.compare import check_bound, compare_runs
+
+    comparison = compare_runs(first, second)
+    header = ("figure", "steps", "in one run alone", "largest difference", "at step", "first", "second")
+    shown = attrgetter("name", "steps", "alone", "difference", "step", "first", "second")
+    lines = console.table(header, [shown(row) for row in comparison])
+    check_bound(comparison, bound, first, second)
+    payload = {"bound": bound, "figures": [asdict(row) for row in comparison]}
+    console.result(payload, [*lines, f"all within the relative bound {bound:g}"])
