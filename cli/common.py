@@ -141,6 +141,12 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
     sys.exit(error.exit_code)
 
 
+def is_given(name: str) -> bool:
+    """Whether the user gave this option of the running command."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
 def read_stdin() -> str:
     """All of standard input as UTF-8, whatever the locale; bytes that are none are replaced, as in files."""
     return sys.stdin.buffer.read().decode("utf-8-sig", "replace")

@@ -1,15 +1,87 @@
 """`throughline data tokenizer|tokenize|inspect|dedup|export`: text to tokens, and what is in them."""
 
+import functools
 import os
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..core import console
-from .common import flag, option, throughline_command
-from .data_options import found_in_text, is_given, out_options, read_options, size_of, text_options
+from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
+from ..core.errors import WrongUse
+from ..core.files import write_atomic
+from .common import flag, is_given, option, throughline_command
+
+if TYPE_CHECKING:
+    from ..data.ingest.readers import ReadOptions
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
+TEXT = ("documents", "field", "split", "unwrap")  # of `text_options`, as `ReadOptions` names them
+
+
+def text_options(function: Any) -> Any:
+    """Adds INPUTS... and the options that say how they become documents, given to the command as `options`."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        from ..data.ingest.readers import ReadOptions
+
+        return function(*args, options=ReadOptions(**{name: kwargs.pop(name) for name in TEXT}), **kwargs)
+
+    for decorate in (
+        option(
+            "--max-replaced",
+            click.FloatRange(0, 1),
+            "Largest share of invalid characters that is accepted.",
+            0.001,
+        ),
+        flag("--unwrap", "Join the hard-wrapped lines of a paragraph with spaces."),
+        option("--split", None, "Split of a data set that is read.", "train"),
+        option(
+            "--field",
+            None,
+            "Name of the field of .jsonl, or of the column of .parquet or a data set, that holds the text.",
+            "text",
+        ),
+        option(
+            "--documents",
+            click.Choice(["file", "line", "block"]),
+            "What a document of a .txt file is: the file, a line, or a block between blank lines.",
+            "block",
+        ),
+        click.argument("inputs", nargs=-1, required=True),
+    ):
+        wrapped = decorate(wrapped)
+    return wrapped
+
+
+def out_options(function: Any) -> Any:
+    """Adds --out and --overwrite."""
+    overwrite = flag("--overwrite", "Replace the artifact that is already at --out.")
+    return option("--out", None, "Directory to write.", required=True)(overwrite(function))
+
+
+def found_in_text(counts: dict[str, int]) -> list[str]:
+    """One line about dirty text, none about clean."""
+    found = ", ".join(f"{key} {count:,}" for key, count in counts.items() if count)
+    return [f"found in the text: {found}"] if found else []
+
+
+def size_of(context: click.Context | None, option: click.Parameter | None, text: str | None) -> int | None:
+    """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024); an error names the option."""
+    if text is None:
+        return None
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    number = text.upper().removesuffix("B")
+    unit = number.lstrip("0123456789.")
+    try:
+        value = int(float(number.removesuffix(unit)) * units[unit.strip()])
+    except (KeyError, ValueError, OverflowError):
+        raise click.BadParameter(f"{text!r} is no size; write for example 64M or 1GiB") from None
+    if value <= 0:
+        raise click.BadParameter(f"{text!r} is not above zero")
+    return value
 
 
 @click.group()
@@ -52,7 +124,7 @@ def tokenizer(
     max_replaced: float,
     out: str,
     overwrite: bool,
-    **text: Any,
+    options: "ReadOptions",
 ) -> None:
     """Train a tokenizer on text, or import one.
 
@@ -60,10 +132,6 @@ def tokenizer(
     Example:  throughline data tokenizer corpus/ --type bpe --vocab-size 8192 --out tok
               throughline data tokenizer gpt2/ --type import --out gpt2-tok
     """
-    from collections import Counter
-
-    from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
-    from ..core.errors import WrongUse
     from ..data.import_tokenizer import import_tokenizer
     from ..data.ingest.inputs import expand_inputs
     from ..data.ingest.sample import sample
@@ -75,7 +143,7 @@ def tokenizer(
         fix = "leave it out, or use --type wordpiece"
         raise WrongUse(f"{kind} keeps text as it is", where="--cased/--uncased", fix=fix)
     if kind == "import":
-        given = [name for name in ("vocab_size", "sample_bytes", "max_replaced", *text) if is_given(name)]
+        given = [name for name in ("vocab_size", "sample_bytes", "max_replaced", *TEXT) if is_given(name)]
         if given:
             where = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             fix = "leave it out, or train: --type bpe, wordpiece or char"
@@ -91,7 +159,7 @@ def tokenizer(
         facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
-        texts = sample(sources, read_options(**text), sample_bytes, counts, max_replaced)
+        texts = sample(sources, options, sample_bytes, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
         # a sample is not worth hours of hashing what it is of
         small = sum(source.bytes for source in sources) <= CHECK_BYTES
@@ -142,19 +210,13 @@ def tokenizer(
 @throughline_command
 def tokenize(
     inputs: tuple[str, ...],
-    tokenizer_path: str,
-    append_eos: bool | None,
-    sentences: bool,
     workers: int | None,
     backend: str,
-    executor: str,
-    shard_bytes: int | None,
-    max_replaced: float,
+    executor: Any,
     task_index: int | None,
     task_count: int | None,
     out: str,
-    overwrite: bool,
-    **text: Any,
+    **given: Any,
 ) -> None:
     """Tokenise text into a store of Megatron-compatible shards.
 
@@ -164,7 +226,6 @@ def tokenize(
     \b
     Example:  throughline data tokenize corpus/*.jsonl.zst --tokenizer tok --out tokens --workers 8
     """
-    from ..core.errors import WrongUse
     from ..core.hardware import usable_cores
     from ..data.ingest.tokenize import Work
     from ..data.ingest.tokenize import tokenize as run
@@ -174,25 +235,13 @@ def tokenize(
     if executor == "ray" and workers is not None:
         raise WrongUse("a Ray cluster has its own workers", where="--workers", fix="leave it out")
     share = None if task_index is None or task_count is None else (task_index, task_count)
-    work = Work(workers or usable_cores(), executor, backend, share)  # type: ignore[arg-type]
-    manifest = run(
-        inputs,
-        tokenizer_path,
-        out,
-        options=read_options(**text),
-        append_eos=append_eos,
-        sentences=sentences,
-        shard_bytes=shard_bytes,
-        max_replaced=max_replaced,
-        work=work,
-        overwrite=overwrite,
-    )
+    work = Work(workers or usable_cores(), executor, backend, share)
+    manifest = run(inputs, out=out, work=work, **given)
     if manifest is None:
         console.result({"path": out, "complete": False}, [f"{out} is not complete yet"])
         return
-    facts = manifest.facts
+    facts, shards = manifest.facts, len(manifest.facts["shards"])
     encoders = ", ".join(facts["made"]["backends"])
-    shards = len(facts["shards"])
     lines = [
         f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, "
         f"{shards:,} shard{'s' * (shards != 1)}, in {out}",
@@ -218,7 +267,6 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
     \b
     Example:  throughline data inspect tokens --samples 5
     """
-    from ..core.files import write_atomic
     from ..data.inspect import inspect_page, inspect_store
 
     found = inspect_store(store, samples, top, tokenizer_path)
@@ -251,7 +299,7 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
 )
 @option("--out", None, "Directory to write.", required=True)
 @throughline_command
-def export(store: str, target: str, val_fraction: float, out: str) -> None:
+def export(store: str, target: Any, val_fraction: float, out: str) -> None:
     """Write a token store in another trainer's layout.
 
     Megatron-LM needs no export: it reads a store as it is.
@@ -261,7 +309,7 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
     """
     from ..data.export import export_store
 
-    files = export_store(store, target, out, val_fraction)  # type: ignore[arg-type]
+    files = export_store(store, target, out, val_fraction)
     console.result({"path": out, "files": [file.name for file in files]}, [str(file) for file in files])
 
 
@@ -275,9 +323,7 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
     "Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
 )
 @throughline_command
-def dedup(
-    inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, max_replaced: float, **text: Any
-) -> None:
+def dedup(inputs: tuple[str, ...], out: str | None, dry_run: bool, **given: Any) -> None:
     """Remove duplicate documents from text.
 
     Of equal documents the first one is kept, with all its fields. `data tokenize` reads the output.
@@ -285,12 +331,11 @@ def dedup(
     \b
     Example:  throughline data dedup corpus/ --near --out clean
     """
-    from ..core.errors import WrongUse
     from ..data.ingest.dedup import dedup as run
 
     if not out and not dry_run:
         raise WrongUse("no output given", where="--out", fix="name a directory, or count only with --dry-run")
-    found = run(list(inputs), out, read_options(**text), near, dry_run, max_replaced)
+    found = run(list(inputs), out, dry_run=dry_run, **given)
     rows = [(row["source"], row["documents"], row["exact"], row["near"]) for row in found["sources"]]
     rows.append(("all", found["documents"], found["exact"], found["near"]))
     lines = console.table(("source", "documents", "exact duplicates", "near duplicates"), rows)

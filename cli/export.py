@@ -9,7 +9,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Outputs, Pooling, Precision
-from .common import PATH, flag, option, throughline_command
+from .common import PATH, flag, is_given, option, throughline_command
 
 _JUDGED = "precision text tasks limit bench device"
 _ENGINE = f"{_JUDGED} calibration pooling batches lengths"
@@ -23,7 +23,20 @@ USED = {  # of the options below by each target; another one that is given is re
     "triton --for tensorrt": f"{_ENGINE} outputs variant timing_cache",
     "calibration": "text device",
 }
+ON_CPU = {
+    "calibration": "torch reads the text there",
+    "gguf": "llama.cpp's side of the comparison is on the CPU",
+}
 PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
+
+
+def numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    """The numbers of `1,8`."""
+    parts = text.split(",")
+    found = tuple(int(part) for part in parts if part.isdecimal())
+    if len(found) < len(parts) or any(later <= one for one, later in zip((0, *found), found)):
+        raise click.BadParameter(f"{text!r} is no list of numbers from 1 on that grow; write for example 1,8")
+    return found
 
 
 @click.command()
@@ -81,8 +94,20 @@ PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", 
     "Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
     "7.5",
 )
-@option("--batches", None, "Batch sizes that an engine is built for, separated by commas.", "1,8")
-@option("--lengths", None, "Lengths in tokens that an engine is built for, separated by commas.", "128,512")
+@option(
+    "--batches",
+    None,
+    "Batch sizes that an engine is built for, separated by commas.",
+    "1,8",
+    callback=numbers,
+)
+@option(
+    "--lengths",
+    None,
+    "Lengths in tokens that an engine is built for, separated by commas.",
+    "128,512",
+    callback=numbers,
+)
 @option("--timing-cache", PATH, "File of TensorRT's kernel timings, read and written.")
 @option("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`.")
 @option("--limit", click.IntRange(1), "Maximum number of records per task (default: all).")
@@ -112,12 +137,9 @@ def command(
     plan = target == "triton" and given["variant"] == "tensorrt"
     _check_used("triton --for tensorrt" if plan else target)
     text, calibration, bench, device = map(given.pop, ("text", "calibration", "bench", "device"))
-    if target in ("calibration", "gguf") and device != "cpu":
-        why = "torch reads the text there"
-        if target == "gguf":
-            why = "llama.cpp's side of the comparison is on the CPU"
+    if device != "cpu" and target in ON_CPU:
         where, fix = f"--device {device}", "--device cpu"
-        raise WrongUse(f"--to {target} runs on the CPU", where=where, why=why, fix=fix)
+        raise WrongUse(f"--to {target} runs on the CPU", where=where, why=ON_CPU[target], fix=fix)
     if target == "calibration":
         from ..inference.graphs.calibration import write_calibration
 
@@ -133,31 +155,21 @@ def command(
 
         score = task_scorer(tasks, limit)
     judging = Judging(text, calibration, score, bench, device=device)
-    capability, batches, lengths, cache = map(given.pop, ("capability", "batches", "lengths", "timing_cache"))
-    precision: Any = given.pop("precision")
-    if precision not in (None, *PRECISIONS.get(target, get_args(Precision))):
-        fix = (
-            "bf16 is for --to huggingface; "
-            if precision == "bf16"
-            else "weights of less than 16 bits are not; "
-        )
-        raise WrongUse(
-            f"--to {target} does not write {precision}", where="--precision", fix=f"{fix}give another"
-        )
+    capability, precision = given.pop("capability"), given.pop("precision")
+    engine = {name: given.pop(name) for name in ("batches", "lengths", "timing_cache")}
+    writes = PRECISIONS.get(target, get_args(Precision))
+    if precision not in (None, *writes):
+        what = f"--to {target} does not write {precision}"
+        raise WrongUse(what, where="--precision", fix=f"one of {', '.join(writes)}")
+    given["precision"] = precision or ("fp16" if plan or target.startswith("tensorrt") else "fp32")
+    given["opset"] = given["opset"] or 0
     given["variant"] = "onnxruntime" if given["variant"] == "cpu" else given["variant"]
-    shapes = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
     report: dict[str, Any]
     if target == "gguf":
         from ..inference.exports.gguf_export import export_gguf
 
         named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
-        report = export_gguf(path, out, named[precision or "fp32"], judging, overwrite)
-    elif target.startswith("tensorrt"):
-        from ..inference.exports.export_engine import export_engine
-
-        options = GraphOptions("tensorrt", precision or "fp16", pooling=given["pooling"])
-        library = target.replace("-", "_")
-        report = export_engine(path, out, library, options, judging, overwrite, capability, *shapes, cache)
+        report = export_gguf(path, out, named[given["precision"]], judging, overwrite)
     elif target == "huggingface":
         from ..inference.exports.handover import export_huggingface
 
@@ -165,15 +177,15 @@ def command(
     elif target == "triton":
         from ..inference.exports.triton import export_triton
 
-        given |= {"precision": precision or ("fp16" if plan else "fp32"), "opset": given["opset"] or 0}
-        built: dict[str, Any] = (
-            {"batches": shapes[0], "lengths": shapes[1], "timing_cache": cache} if plan else {}
-        )
         options = GraphOptions(**given | {"names": "optimum"})  # no input whose length is not the text's
-        report = export_triton(path, out, options, judging, overwrite, **built)
+        report = export_triton(path, out, options, judging, overwrite, **(engine if plan else {}))
+    elif target == "onnx":
+        report = export_onnx(path, out, GraphOptions(**given), judging, overwrite)
     else:
-        options = GraphOptions(**given | {"precision": precision or "fp32", "opset": given["opset"] or 0})
-        report = export_onnx(path, out, options, judging, overwrite)
+        from ..inference.exports.export_engine import export_engine
+
+        options, library = GraphOptions(**given | {"variant": "tensorrt"}), target.replace("-", "_")
+        report = export_engine(path, out, library, options, judging, overwrite, capability, **engine)
     lines = [*_lines(report), f"written: {out}"]
     # another program's (optimum's graphs of a GPT too), and for a GPU that may not be here
     if target not in ("triton", "tensorrt-rtx") and not Path(out, "genai_config.json").exists():
@@ -183,25 +195,11 @@ def command(
 
 def _check_used(target: str) -> None:
     """Refuse an option that was given and that this target has no use for."""
-    context = click.get_current_context()
-    everything = set(" ".join(USED.values()).split())
-    for each in context.command.params:
-        name = str(each.name)
-        asked = context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
-        if asked and name in everything - set(USED[target].split()):
-            users = [one for one, names in USED.items() if name in names.split()]
+    for each in click.get_current_context().command.params:
+        users = [one for one, names in USED.items() if each.name in names.split()]
+        if users and target not in users and is_given(str(each.name)):
             fix = f"leave it out; it is for --to {', '.join(users)}"
             raise WrongUse(f"--to {target} does not use {each.opts[0]}", where=each.opts[0], fix=fix)
-
-
-def _numbers(text: str, where: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise WrongUse(f"{text!r} is no list of numbers", where=where, fix="write 1,8") from error
-    if not found or any(later <= one for one, later in zip((0, *found), found)):
-        raise WrongUse("buckets are numbers from 1 on that grow", where=where, why=text, fix="write 1,8")
-    return found
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

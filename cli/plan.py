@@ -1,5 +1,7 @@
 """`throughline plan`: what fits, which layout is best, how long it takes and what it costs, before it is paid for."""
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from ..core import console
 from ..core.errors import Failed, WrongUse
 from ..models.presets import preset
 from ..planner.compare import compared, write_comparison
+from ..planner.goodput import REPAIR_DAYS, RESTART_S
 from ..planner.report import checkpoint_facts, pareto_lines, ranked
 from ..planner.report import explain as explained
 from ..planner.run import Run, run_facts
@@ -17,7 +20,7 @@ from ..planner.serve import plan_service
 from ..planner.view import days_by_chips, write_plan
 from ..prove.own import own_validation
 from ..prove.validate import validation
-from .common import throughline_command
+from .common import PATH, flag, option, throughline_command
 from .plan_question import (
     MACHINES,
     MODEL,
@@ -30,7 +33,7 @@ from .plan_question import (
     make_run,
     make_search,
     on_option,
-    option,
+    planned_recipe,
     priced_cluster,
     question,
 )
@@ -57,17 +60,9 @@ def command() -> None:
 
 @command.command()
 @question((on_option, gpus_option), MODEL, RUN, MACHINES)
-@click.option(
-    "--write-recipe", type=click.Path(path_type=Path), help="Write a recipe in the best layout to this file."
-)
-@click.option(
-    "--pareto", is_flag=True, help="Also print days against numbers of chips; needs --target-tokens."
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Write the plan as an artifact: plan.html, JSON, CSV and a trace.",
-)
+@option("--write-recipe", PATH, "Write a recipe in the best layout to this file.")
+@flag("--pareto", "Also print days against numbers of chips; needs --target-tokens.")
+@option("--out", PATH, "Write the plan as an artifact: plan.html, JSON, CSV and a trace.")
 @throughline_command
 def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None, **options: Any) -> None:
     """Rank the layouts of MODEL (a recipe or a preset) on a number of chips.
@@ -82,8 +77,6 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
     found = fitting(search)
     facts, lines = ranked(found, run)
     if write_recipe:
-        from .planned_recipe import planned_recipe
-
         write_recipe.write_text(planned_recipe(found, recipe, options), encoding="utf-8")
         lines += ["", f"recipe in the best layout: {write_recipe}"]
     if pareto:
@@ -113,18 +106,10 @@ def explain(gpus: int, **options: Any) -> None:
     "--target-days",
     Amount(0, 1e6),
     "Days that --target-tokens may take (default: any, the model only has to fit).",
-    default=0.0,
-    show_default=False,
 )
-@click.option(
-    "--max-gpus",
-    "--most",
-    type=click.IntRange(1, MOST_CHIPS),
-    default=8192,
-    help="Maximum number of chips to try.",
-)
+@option("--max-gpus --most", click.IntRange(1, MOST_CHIPS), "Maximum number of chips to try.", 8192)
 @throughline_command
-def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
+def recommend(target_days: float | None, max_gpus: int, **options: Any) -> None:
     """The fewest chips on which MODEL fits, or that meet --target-days for --target-tokens.
 
     The numbers of chips that are tried are parts of a node, and nodes by 1, 3, 5 and 7 times a power of two. Days are
@@ -145,12 +130,10 @@ def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
 
     found = fewest_chips(search, worlds, by("days_high"))
     if found is None:
-        raise Failed(
-            f"not on up to {worlds[-1] if worlds else max_gpus:,} chips",
-            where=search.cluster.name,
-            why="" if joined else f"nothing joins its nodes of {node:,}",
-            fix="--max-gpus a larger number, or other chips: --on",
-        )
+        what = f"not on up to {worlds[-1] if worlds else max_gpus:,} chips"
+        why = "" if joined else f"nothing joins its nodes of {node:,}"
+        fix = "--max-gpus a larger number, or other chips: --on"
+        raise Failed(what, where=search.cluster.name, why=why, fix=fix)
     facts, lines = ranked(found, run)
     lines = [f"fewest: {found.search.world:,} chips, in whole machines of {node}", *lines]
     if target_days:
@@ -168,36 +151,35 @@ def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
     Amount(0, 1e5, min_open=True),
     "Seconds that training waits for a save (default: reckoned).",
 )
-@option("--restart-seconds", Amount(0, 1e6), "Seconds from a failure to the first new step.", default=300.0)
-@option("--repair-days", Amount(0, 1000), "Days that a failed node is away.", default=3.0)
+@option("--restart-seconds", Amount(0, 1e6), "Seconds from a failure to the first new step.", RESTART_S)
+@option("--repair-days", Amount(0, 1000), "Days that a failed node is away.", REPAIR_DAYS)
 @throughline_command
-def checkpoint(gpus: int, **options: Any) -> None:
+def checkpoint(
+    gpus: int, save_seconds: float | None, restart_seconds: float, repair_days: float, **options: Any
+) -> None:
     """How often to save, and how many spare nodes to hold, for a run that fails as published ones did.
 
     \b
     Example:  throughline plan checkpoint llama-70b --gpus 1024 --on dgx-h100 --rows 2048
     """
     search, recipe = make_search(gpus, options)
-    run = make_run(options, recipe, tokens=1e12)
+    stops = {"save_s": save_seconds or 0.0, "restart_s": restart_seconds, "repair_days": repair_days}
+    run = dataclasses.replace(make_run(options, recipe, tokens=1e12), **stops)
     console.result(*checkpoint_facts(search, fitting(search).best[0], run, bool(options["target_tokens"])))
 
 
 @command.command()
 @question(MODEL, RUN, MACHINES)
-@click.option(
-    "--option",
-    "choices",
+@option(
+    "--option choices",
+    None,
+    "One of the choices, with a price of a chip and hour if it is not the list's. Two to five times.",
     multiple=True,
     required=True,
     metavar="CHIPS:CLUSTER[:PRICE]",
-    help="One of the choices, with a price of a chip and hour if it is not the list's. Two to five times.",
 )
-@click.option(
-    "--by", type=click.Choice(["cost", "days", "energy"]), default="cost", help="What decides the best."
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Write the page as an artifact: compare.html and JSON."
-)
+@option("--by", click.Choice(["cost", "days", "energy"]), "What decides the best.", "cost")
+@option("--out", PATH, "Write the page as an artifact: compare.html and JSON.")
 @throughline_command
 def compare(choices: tuple[str, ...], by: str, out: Path | None, **options: Any) -> None:
     """Two to five choices of chips side by side: time, money, energy, memory and risk of the whole run.
@@ -226,28 +208,23 @@ def compare(choices: tuple[str, ...], by: str, out: Path | None, **options: Any)
 
 def read_choice(text: str) -> tuple[int, str, float | None]:
     """Chips, cluster and price of `64:dgx-h100:2.5`. Raises WrongUse."""
-    chips, _, rest = text.partition(":")
-    on, _, price = rest.partition(":")
-    try:
-        value = float(price) if price else None
-    except ValueError:
-        value = -1.0
-    good = chips.isascii() and chips.isdigit() and 1 <= int(chips[:9]) <= MOST_CHIPS
-    if not good or not on or (value is not None and not 0 <= value <= 1e4):
+    found = re.fullmatch(r"0*(\d{1,7}):([^:]+)(?::(\d+\.?\d*|\.\d+))?", text, re.ASCII)
+    chips, on, price = found.groups() if found else ("0", "", None)
+    if not 1 <= int(chips) <= MOST_CHIPS or float(price or 0) > 1e4:
         fix = f"CHIPS:CLUSTER[:PRICE], chips from 1 to {MOST_CHIPS}, a price from 0 to 10000"
         raise WrongUse(f"{text!r} is no choice", where="--option", fix=fix)
-    return int(chips), on, value
+    return int(chips), on, None if price is None else float(price)
 
 
 @command.command()
-@click.option("--rows", "all_rows", is_flag=True, help="Print every row, not only the tables.")
-@click.option(
+@flag("--rows all_rows", "Print every row, not only the tables.")
+@option(
     "--own",
-    type=click.Path(path_type=Path),
+    PATH,
+    "Replay instead the predictions in this folder, which were written before their measurement "
+    "(default: benchmarks/results/predictions).",
     is_flag=False,
     flag_value="benchmarks/results/predictions",
-    help="Replay instead the predictions in this folder, which were written before their measurement "
-    "(default: benchmarks/results/predictions).",
 )
 @throughline_command
 def validate(all_rows: bool, own: Path | None) -> None:
@@ -273,17 +250,11 @@ def validate(all_rows: bool, own: Path | None) -> None:
     click.IntRange(1, MOST_LENGTH),
     "Number of tokens in a request (default: 128, or the model's if it has fewer).",
 )
+@option("--new-tokens", click.IntRange(0, MOST_LENGTH), "For a GPT: number of tokens generated per request.")
 @option(
-    "--new-tokens",
-    click.IntRange(0, MOST_LENGTH),
-    "For a GPT: number of tokens generated per request.",
-    default=0,
-    show_default=False,
-)
-@click.option(
     "--precision",
-    type=click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
-    help="Precision of the weights and products (default: fp16, or bf16 where the chip has no fp16).",
+    click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
+    "Precision of the weights and products (default: fp16, or bf16 where the chip has no fp16).",
 )
 @option(
     "--tensor",
@@ -291,31 +262,22 @@ def validate(all_rows: bool, own: Path | None) -> None:
     "Number of cards that share one copy (default: those that serve most for each).",
 )
 @option(
-    "--p99",
+    "--p99 p99_ms",
     Amount(0, 1e9),
     "Milliseconds within which 99 of 100 requests must be answered (default: any).",
-    default=0.0,
-    show_default=False,
 )
-@option(
-    "--qps",
-    Amount(0, 1e9),
-    "Number of requests per second that must be served (default: any).",
-    default=0.0,
-    show_default=False,
-)
+@option("--qps", Amount(0, 1e9), "Number of requests per second that must be served (default: any).")
 @question(MACHINES)
 @throughline_command
-def serve(model: str, on: str, **options: Any) -> None:
+def serve(model: str, on: str, hardware: Path | None, price: float | None, **asked: Any) -> None:
     """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
 
     \b
     Example:  throughline plan serve bert-base --on t4 --length 128 --p99 10 --qps 2000
               throughline plan serve llama-70b --on dgx-h100 --length 2048 --new-tokens 256 --qps 20
     """
-    config, cluster = preset(model), priced_cluster(on, options)
-    asked = {name: options[name] for name in ("length", "new_tokens", "precision", "tensor", "qps")}
-    facts = plan_service(config, cluster, **asked, p99_ms=options["p99"])
+    given = {name: value for name, value in asked.items() if value is not None}
+    facts = plan_service(preset(model), priced_cluster(on, hardware, price), **given)
     console.result(facts, service_lines(model, facts))
 
 

@@ -1,23 +1,25 @@
-"""What the forms of `plan` on layouts share: their options, each with its range, and the search that they ask for."""
+"""What the forms of `plan` on layouts share: their options, each with its range, the search that they ask for, and the
+recipe that its best layout makes.
+"""
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..core.errors import Failed, WrongUse
-from ..core.recipe import load_recipe, parse_override, shipped_recipes
-from ..models.config import BERTConfig, ModelConfig
+from ..core.recipe import build_recipe, dump_toml, load_recipe, parse_override, shipped_recipes
+from ..models.config import BERTConfig, ModelConfig, family_of
 from ..models.presets import preset, preset_names
 from ..planner.constants import constants_here
-from ..planner.goodput import REPAIR_DAYS, RESTART_S
 from ..planner.hardware import Cluster, find_cluster, read_calibration, require_network, this_machine
 from ..planner.run import Ramp, Run, grid_intensity
-from ..planner.search import Found, Search, candidate_at, enumerate_layouts, find_or_offload
+from ..planner.search import Candidate, Found, Search, candidate_at, enumerate_layouts, find_or_offload
 from ..planner.software import (
     OPTIMIZERS,
     PRECISIONS,
@@ -28,9 +30,10 @@ from ..planner.software import (
 )
 from ..planner.traffic import with_compression
 from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
-
-if TYPE_CHECKING:
-    from ..train.recipes.recipe import Recipe
+from ..train.recipes.new_recipe import usual_sections
+from ..train.recipes.recipe import Recipe, model_config, resolve
+from ..train.recipes.rules import RULES
+from .common import flag, option
 
 MOST_CHIPS, MOST_ROWS, MOST_LENGTH, MOST_TOKENS = 2**20, 2**24, 2**24, 1e18
 
@@ -45,20 +48,15 @@ class Amount(click.FloatRange):
         return number
 
 
-def option(name: str, kind: Any, text: str, **more: Any) -> Any:
-    """A click option; one whose default needs no saying says None."""
-    return click.option(name, type=kind, help=text, **more)
-
-
-on_option = click.option(
-    "--on", required=True, help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here."
+on_option = option(
+    "--on", None, "Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.", required=True
 )
 gpus_option = option("--gpus", click.IntRange(1, MOST_CHIPS), "Number of chips.", required=True)
 MACHINES = (
-    click.option(
+    option(
         "--hardware",
-        type=click.Path(exists=True, path_type=Path),
-        help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
+        click.Path(exists=True, path_type=Path),
+        "TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
     ),
     option("--price", Amount(0, 1e4), "Price of a chip and hour (default: the cluster's list price)."),
 )
@@ -89,53 +87,45 @@ MODEL = (
         "--fill",
         Amount(0, 1, min_open=True),
         "Share of a row's tokens that are no padding, where padding is left out.",
-        default=1.0,
+        1.0,
     ),
-    click.option(
-        "--layout",
-        "fixed",
-        default="",
-        show_default=False,
-        help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
+    option(
+        "--layout fixed",
+        None,
+        "Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
     ),
-    click.option(
+    option(
         "--software",
-        default="throughline",
-        help="Name of the training program, as planner/software.toml describes it.",
+        None,
+        "Name of the training program, as planner/software.toml describes it.",
+        "throughline",
     ),
     option("--optimizer", click.Choice(OPTIMIZERS), "Optimizer (default: the recipe's, or the program's)."),
-    click.option(
-        "--set",
-        "overrides",
+    option(
+        "--set overrides",
+        None,
+        "Override a field of the recipe, or model.overrides.KEY of a preset. Repeatable.",
         multiple=True,
         metavar="SECTION.KEY=VALUE",
-        help="Override a field of the recipe, or model.overrides.KEY of a preset. Repeatable.",
     ),
 )
 RUN = (
     option(
-        "--target-tokens",
-        Amount(0, MOST_TOKENS),
-        "Number of tokens in the whole run, for its days and cost.",
-        default=0.0,
-        show_default=False,
+        "--target-tokens", Amount(0, MOST_TOKENS), "Number of tokens in the whole run, for its days and cost."
     ),
-    click.option(
+    option(
         "--ramp",
+        None,
+        "Batch that grows from START rows by STEP rows, whole after OVER rows (default: the recipe's, or none).",
         metavar="START,STEP,OVER",
-        help="Batch that grows from START rows by STEP rows, whole after OVER rows (default: the recipe's, or none).",
     ),
     option(
         "--failures",
         Amount(0, 10, min_open=True),
         "Failures of a node in a day (default: the median of published runs).",
     ),
-    click.option(
-        "--production",
-        is_flag=True,
-        help="Count days 1.25 times, as long runs were reported beside benchmarks.",
-    ),
-    click.option("--grid", help="Country, or grams of CO2 that a kWh causes, for the run's carbon."),
+    flag("--production", "Count days 1.25 times, as long runs were reported beside benchmarks."),
+    option("--grid", None, "Country, or grams of CO2 that a kWh causes, for the run's carbon."),
 )
 
 
@@ -150,17 +140,17 @@ def question(*parts: Sequence[Any]) -> Callable[[Any], Any]:
     return put
 
 
-def priced_cluster(on: str, options: dict[str, Any]) -> Cluster:
+def priced_cluster(on: str, hardware: Path | None, price: float | None) -> Cluster:
     """The cluster of that name, at the price that was given."""
-    cluster = find_cluster(on, options["hardware"])
-    if options["price"] is None:
+    cluster = find_cluster(on, hardware)
+    if price is None:
         return cluster
-    return dataclasses.replace(cluster, price_per_chip_hour=options["price"], priced="--price")
+    return dataclasses.replace(cluster, price_per_chip_hour=price, priced="--price")
 
 
-def make_search(gpus: int, options: dict[str, Any], on: str = "") -> "tuple[Search, Recipe | None]":
+def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Search, Recipe | None]:
     """What was asked, from a recipe or from the name of a preset."""
-    cluster = priced_cluster(on or options["on"], options)
+    cluster = priced_cluster(on or options["on"], options["hardware"], options["price"])
     require_network(cluster, gpus)
     config, recipe, length, rows, precision = read_model(options)
     length, rows = options["length"] or length, options["rows"] or rows
@@ -189,7 +179,7 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> "tuple[Sear
     return Search(work, cluster, software, gpus, fixed, constants_here(measured), bool(measured)), recipe
 
 
-def read_model(options: dict[str, Any]) -> "tuple[ModelConfig, Recipe | None, int, int, str]":
+def read_model(options: dict[str, Any]) -> tuple[ModelConfig, Recipe | None, int, int, str]:
     """Config, recipe, length, rows and precision ("" where any will do) of a preset's name, or of a recipe."""
     name = options["model"]
     if name in preset_names() and not (Path(name).is_file() or name in shipped_recipes()):
@@ -202,19 +192,14 @@ def read_model(options: dict[str, Any]) -> "tuple[ModelConfig, Recipe | None, in
             fields[key.removeprefix("model.overrides.")] = value
         config = preset(name, **fields)
         return config, None, config.sequence_length, 512, ""
-    from ..train.recipes.recipe import Recipe, model_config, resolve
-    from ..train.recipes.rules import RULES
-
     loaded = load_recipe(name, Recipe, options["overrides"], RULES)
     recipe = resolve(loaded)
     if recipe.train.matmul == "fp8-emulated":
         why = "it rounds as fp8 and is slower than anything that is planned here"
-        raise WrongUse(
-            "fp8-emulated has no plan", where="train.matmul", why=why, fix="--set train.matmul=same"
-        )
-    # auto: what the planned chip is made for, not this machine
-    precision: str = "" if loaded.train.precision == "auto" else loaded.train.precision
-    precision = "fp8" if recipe.train.matmul == "fp8" else precision
+        fix = "--set train.matmul=same"
+        raise WrongUse("fp8-emulated has no plan", where="train.matmul", why=why, fix=fix)
+    precision = "fp8" if recipe.train.matmul == "fp8" else str(loaded.train.precision)
+    precision = precision.replace("auto", "")  # what the planned chip is made for, not this machine
     return model_config(recipe), recipe, recipe.train.sequence_length, recipe.train.rows_per_step, precision
 
 
@@ -230,10 +215,10 @@ def usable_precision(cluster: Cluster, precision: str, where: str) -> str:
     return found
 
 
-def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
+def read_fixed(text: str | None) -> dict[str, tuple[int, ...]]:
     """`tensor=8,recompute=full` as values of the search's axes. Raises WrongUse naming the axes and their ranges."""
     fixed: dict[str, tuple[int, ...]] = {}
-    for item in filter(None, text.split(",")):
+    for item in filter(None, (text or "").split(",")):
         name, _, value = item.strip().partition("=")
         words = {"sharding": SHARDINGS, "recompute": RECOMPUTES, "offload": ("0", "1")}.get(name, ())
         whole = value.isascii() and value.isdigit() and not words and 1 <= int(value[:9]) <= MOST_CHIPS
@@ -245,7 +230,7 @@ def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
     return fixed
 
 
-def make_run(options: dict[str, Any], recipe: "Recipe | None", tokens: float | None = None) -> Run:
+def make_run(options: dict[str, Any], recipe: Recipe | None, tokens: float | None = None) -> Run:
     """The whole run that was asked about; of `tokens` where it need not be said."""
     ramp, told = read_ramp(options["ramp"]), options["target_tokens"]
     of_a_run = {"--ramp": ramp, "--grid": options["grid"] is not None, "--production": options["production"]}
@@ -257,27 +242,18 @@ def make_run(options: dict[str, Any], recipe: "Recipe | None", tokens: float | N
     if ramp is None and recipe is not None and (own := recipe.train.batch_ramp):
         ramp = own.start_rows, own.step_rows, own.over_rows
     grid = grid_intensity(options["grid"]) if options["grid"] is not None else 0.0
-    return Run(
-        told or tokens or 0.0,
-        ramp,
-        options["failures"] or 0.0,
-        options.get("save_seconds") or 0.0,
-        RESTART_S if options.get("restart_seconds") is None else options["restart_seconds"],
-        REPAIR_DAYS if options.get("repair_days") is None else options["repair_days"],
-        options["production"],
-        grid,
-    )
+    failures = options["failures"] or 0.0
+    return Run(told or tokens or 0.0, ramp, failures, production=options["production"], grid=grid)
 
 
 def read_ramp(text: str | None) -> Ramp | None:
     """`32,32,5000000` as a growing batch. Raises WrongUse."""
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
-    good = all(part.isascii() and part.isdigit() and 1 <= int(part[:15]) <= 10**12 for part in parts)
-    if len(parts) != 3 or not good:
+    found = re.fullmatch(r"([1-9]\d{0,11}),([1-9]\d{0,11}),([1-9]\d{0,11})", text.replace(" ", ""), re.ASCII)
+    if found is None:
         raise WrongUse(f"{text!r} is no ramp", where="--ramp", fix="START,STEP,OVER in rows from 1 to 1e12")
-    start, step, over = map(int, parts)
+    start, step, over = map(int, found.groups())
     return start, step, over
 
 
@@ -307,3 +283,42 @@ def fitting(search: Search) -> Found:
         why=f"the layout that needs least needs {needed}",
         fix="throughline plan recommend names the fewest chips that fit",
     )
+
+
+def planned_recipe(found: Found, recipe: Recipe | None, options: dict[str, Any]) -> str:
+    """The best layout as a recipe that `recipe check` accepts: the given one with another layout, or a new one."""
+    refused = None
+    for best in found.best:  # the fastest that the rest of the recipe, such as its optimizer, can be had in
+        try:
+            return _recipe_text(found, best, recipe, options)
+        except WrongUse as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: dict[str, Any]) -> str:
+    search, work, layouts = found.search, found.search.work, best.layouts
+    if recipe is None:
+        steps = max(1, round((options["target_tokens"] or 1000 * work.tokens) / work.tokens))
+        model = {"preset": options["model"], "family": family_of(work.config)}
+        if work.length > work.config.sequence_length:
+            model["overrides"] = {"sequence_length": work.length}
+        tree = usual_sections(work.config, work.rows, work.length, steps)
+        tree |= {"data": {"train": "tokens", "validation_fraction": 0.001}, "model": model}
+        tree["train"]["steps"] = steps
+    else:
+        tree = recipe.model_dump(mode="json", exclude_none=True)
+        tree["train"].pop("batch_tokens", None)
+    tree["train"] |= {
+        "sequence_length": work.length,
+        "batch_rows": work.rows,
+        "micro_batch_rows": layouts.micro_rows,
+        "precision": search.software.precision.compute,
+        "recompute": RECOMPUTES[layouts.recompute],
+        "offload": bool(layouts.offload),
+    }
+    tree["parallel"] = {key: value for key, value in best.layout().facts().items() if key != "world"}
+    text = dump_toml(build_recipe(tree, Recipe, RULES, where="the planned recipe"))
+    planned = f"{search.world} x {search.cluster.chip.name}: {best.describe()}"
+    return f"# Planned for {planned}, {best.seconds:.3g} s a step predicted\n{text}"

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
-from throughline.cli.data_options import size_of
+from throughline.cli.data import size_of
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
@@ -293,7 +293,7 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
 
 
 def test_a_sample_of_a_large_text_does_not_hash_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("throughline.core.artifact.CHECK_BYTES", 1000)
+    monkeypatch.setattr("throughline.cli.data.CHECK_BYTES", 1000)
     (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
     run = CliRunner()
     made = run.invoke(
