@@ -33,7 +33,8 @@ from throughline.train.engine import Engine
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
 from throughline.train.objective import IGNORED, prepare
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
 from throughline.train.step import train_step
 

@@ -21,7 +21,8 @@ from bert_toy import make_stores, unigram
 from common import claim, finish, parser, settings, throughline
 from throughline.core.recipe import load_recipe
 from throughline.train.build import plan_run
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 
 TARGET_AT, REFERENCE_SEED, SEEDS = 0.75, 0, (1, 2, 3)
 PHASE1_STEPS, PHASE2_STEPS, EVALUATIONS = 400, 200, 8

@@ -31,7 +31,8 @@ from common import claim, finish, paired, parser, throughline
 from throughline.core.recipe import load_recipe
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.logs.profile import ACTIVE, SKIPPED, WARMUP
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
 from train_gpt import SAMPLES
 

@@ -34,7 +34,8 @@ from throughline.train.build import training_rows, validation_plan
 from throughline.train.logs.profile import ACTIVE, SKIPPED, WARMUP
 from throughline.train.loss import Words, head_loss_sum
 from throughline.train.parallel.mesh import Axis
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

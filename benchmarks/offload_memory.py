@@ -23,8 +23,8 @@ from throughline.models.config import ModelConfig
 from throughline.planner.memory import IN_A_STEP, MOMENTS, device_terms
 from throughline.train.build import StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.parallel.mesh import ALONE
-from throughline.train.recipes.predict import described
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import described, resolve
 from throughline.train.step import Trainer, train_step
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

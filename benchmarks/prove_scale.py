@@ -30,8 +30,8 @@ from throughline.models.config import BERTConfig, ModelConfig
 from throughline.planner.layout import Layout
 from throughline.planner.traffic import StepShape, Traffic, traffic
 from throughline.prove.forked import run_ranks, warm
-from throughline.train.recipes.predict import step_shape
-from throughline.train.recipes.recipe import Recipe, model_config, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import model_config, resolve, step_shape
 from throughline.train.recipes.rules import RULES
 
 FLOPS_PERCENT, KEPT_PERCENT, SECONDS = 0.1, 1.0, 60.0

@@ -35,8 +35,8 @@ from throughline.core.recipe import load_recipe
 from throughline.models.config import ModelConfig
 from throughline.prove.own import GOALS, own_validation, prediction_digest, read_predictions
 from throughline.train.corpus import open_corpus
-from throughline.train.recipes.predict import predicted_memory, predicted_step_seconds
-from throughline.train.recipes.recipe import Recipe, model_config, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import model_config, predicted_memory, predicted_step_seconds, resolve
 from throughline.train.recipes.rules import RULES
 
 REPEATS = 3

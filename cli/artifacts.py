@@ -107,7 +107,7 @@ def compare(first: str, second: str, bound: float) -> None:
 
         console.result(*compare_scores(first, second))
         return
-    from ..train.logs.compare import check_bound, compare_runs
+    from ..train.logs.report import check_bound, compare_runs
 
     comparison = compare_runs(first, second)
     header = ("figure", "steps", "in one run alone", "largest difference", "at step", "first", "second")

@@ -209,7 +209,8 @@ def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":
     """A recipe of `train` with its overrides, checked and resolved. Raises WrongUse."""
     from ..core.recipe import load_recipe
-    from ..train.recipes.recipe import Recipe, resolve
+    from ..train.recipes.recipe import Recipe
+    from ..train.recipes.resolved import resolve
     from ..train.recipes.rules import RULES
 
     return resolve(load_recipe(source, Recipe, overrides, RULES))

@@ -103,7 +103,7 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
     from ..core.recipe import find_recipe
     from ..planner.nearest import require_world
-    from ..train.recipes.recipe import model_config
+    from ..train.recipes.resolved import model_config
     from ..train.recipes.rules import can_be_had
 
     given = _given(arguments)

@@ -31,7 +31,8 @@ from ..planner.software import (
 from ..planner.traffic import with_compression
 from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
 from ..train.recipes.new_recipe import usual_sections
-from ..train.recipes.recipe import Recipe, model_config, resolve
+from ..train.recipes.recipe import Recipe
+from ..train.recipes.resolved import model_config, resolve
 from ..train.recipes.rules import RULES
 from .common import flag, option
 

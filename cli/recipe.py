@@ -121,8 +121,9 @@ def new(
     from ..models.presets import preset_names
     from ..planner.constants import shipped_table
     from ..planner.hardware import find_cluster
-    from ..train.recipes.new_recipe import check_epochs, new_recipe, outlook
-    from ..train.recipes.recipe import Recipe, model_config, resolve
+    from ..train.recipes.new_recipe import new_recipe
+    from ..train.recipes.recipe import Recipe
+    from ..train.recipes.resolved import check_epochs, model_config, outlook, resolve
     from ..train.recipes.rules import RULES
 
     if out.exists():

@@ -54,7 +54,7 @@ def train(
               throughline train gpt-shakespeare --set data.train=my.txt --set data.tokenizer=tok
     The same command continues a run that was stopped or killed.
     """
-    from ..train.recipes.own_text import is_text, recipe_for_text
+    from ..train.recipes.new_recipe import is_text, recipe_for_text
 
     name = Path(recipe).name.removesuffix(".toml") if not is_text(recipe) else Path(recipe).stem
     directory = Path(run_dir) if run_dir else Path("runs") / name
@@ -67,8 +67,7 @@ def train(
     if show_layout:
         from ..data.store import TokenStore
         from ..data.tokenizer import Tokenizer
-        from ..train.recipes.predict import layout_facts
-        from ..train.recipes.recipe import model_config
+        from ..train.recipes.resolved import layout_facts, model_config
 
         data, named = resolved.data, resolved.data.tokenizer
         facts = Tokenizer.load(named).facts() if named else TokenStore.open(data.sources()[0].path).facts

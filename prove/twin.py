@@ -12,7 +12,8 @@ from typing import Any
 from ..core.errors import WrongUse
 from ..models.config import BERTConfig, ModelConfig, family_of
 from ..planner.layout import AXES, Layout, layout_problems
-from ..train.recipes.recipe import Recipe, model_config
+from ..train.recipes.recipe import Recipe
+from ..train.recipes.resolved import model_config
 from .proof import Case
 
 PROCESSES = 64

@@ -226,7 +226,7 @@ def test_light_modules_import_no_torch() -> None:
     names += [
         "throughline.models.config",
         "throughline.models.presets",
-        "throughline.train.recipes.recipe",
+        "throughline.train.recipes.new_recipe",
         "throughline.train.recipes.rules",
         "throughline.prove.own",
         "throughline.prove.validate",

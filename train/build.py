@@ -2,6 +2,7 @@
 here.
 """
 
+import importlib.util
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -12,7 +13,7 @@ import torch
 
 from ..core.artifact import input_record
 from ..core.console import amount, duration
-from ..core.errors import WrongUse
+from ..core.errors import MissingExtra, WrongUse
 from ..data.options import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
@@ -23,17 +24,14 @@ from .compile import to_compile
 from .corpus import Corpus, open_corpus
 from .engine import Engine
 from .float8 import check_products
-from .logs.metrics import check_sinks
 from .memory import check_memory
 from .objective import Objective, StepBatch, prepare, pretraining
 from .optimizers.build import build_optimizer
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import LossScaler, pick_device, use_deterministic_kernels
-from .recipes.new_recipe import check_epochs, outlook
-from .recipes.predict import predicted_step_seconds
-from .recipes.recipe import Recipe, model_config
+from .recipes.recipe import ObjectiveSection, Recipe
+from .recipes.resolved import check_epochs, model_config, outlook, predicted_step_seconds
 from .recipes.rules import can_be_had
-from .recipes.sections import ObjectiveSection
 from .step import Trainer
 
 
@@ -123,8 +121,9 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     Raises WrongUse for what is missing (a dashboard's package too) or does not fit together, Refused for a
     damaged store, a precision that the device lacks and a model larger than memory.
     """
-    if running_processes()[0] == 0:  # the one that writes to them
-        check_sinks(recipe.log.sinks)
+    for sink in recipe.log.sinks if running_processes()[0] == 0 else ():  # the one that writes to them
+        if importlib.util.find_spec(sink) is None:
+            raise MissingExtra(sink, f"the sink {sink}", sink)
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
     if recipe.train.deterministic and device.type == "cuda":
         use_deterministic_kernels()

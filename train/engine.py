@@ -31,9 +31,8 @@ from .parallel.pipeline import run_forward
 from .parallel.sharding import before_backward, sum_gradients
 from .parallelize import parallelize
 from .precision import computing_dtype, wide_dtype
-from .routers import Routers
 from .shards import LocalShard, local_shards, make_master, summed_over
-from .stage import Stage, remove_other_stages
+from .stage import Routers, Stage, remove_other_stages
 
 SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..data.samples import Dataset, GPTWindows
 from .build import RunPlan, validation_rows
 from .engine import Engine
-from .recipes.predict import evaluated_rows
+from .recipes.resolved import evaluated_rows
 
 DECODED_TOKENS = 4_000_000  # bytes per token are counted over this much of the split, from its beginning
 

@@ -5,17 +5,20 @@ report.html, and manifest.json when it has ended. The same command continues a r
 on a CPU to the last bit.
 """
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from ..core.allocator import keep_freed_memory
 from ..core.console import amount, duration, progress, say
-from ..core.errors import Failed, Stopped
+from ..core.errors import EXIT_INTERRUPTED, Failed, Stopped
 from ..core.recipe import recipe_hash
 from ..data.loader import Loader
 from ..data.samples import Dataset
@@ -24,16 +27,14 @@ from .checkpoints.checkpoint import CheckpointWriter, restore
 from .checkpoints.finding import verified_share
 from .checkpoints.run_directory import claim, environment, open_run
 from .engine import Engine
-from .logs.metrics import Metrics
+from .logs.metrics import Metrics, StepReport
 from .logs.profile import Profile
-from .logs.step_report import StepReport
 from .logs.target import convergence, reached
 from .memory import beside
 from .objective import StepBatch
 from .optimizers.schedule import learning_rate_factor
 from .parallel.ranks import HEARTBEAT, Ranks, RunWorkspace
-from .recipes.predict import predicted_step_seconds
-from .signals import Signals, StopNow
+from .recipes.resolved import predicted_step_seconds
 from .step import Launched, StepResult, Trainer, launch_step
 
 Evaluator = Callable[[Engine, int], dict[str, Any]]  # the engine and the step
@@ -308,7 +309,7 @@ class Run:
 
             write_report(self.workspace.path)
             if recipe.target is not None:
-                from .logs.mllog import write_mllog
+                from .logs.target import write_mllog
 
                 write_mllog(self.workspace.path, recipe, self.plan.config)
         self.workspace.finish("run", self.plan.corpus.inputs, recipe_hash(recipe), summary)
@@ -323,3 +324,60 @@ class Run:
 
 def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
+
+
+class StopNow(Exception):
+    """Raised by a signal inside `Signals.interruptible`."""
+
+
+class Signals:
+    """Which signal asked the run to stop, if any. A context manager; outside the main thread it does nothing.
+
+    A second Ctrl-C ends the process at once: what was being written stays aside under a temporary name.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.agreed = False  # by all processes of a run, to stop for it
+        self._raise = False
+        self._old: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def number(self) -> int:
+        """The signal that this process has received, 0 for none."""
+        return int(self.received or 0)
+
+    def agree(self, number: int) -> None:
+        """Some process has received this one (0: none): all stop for the same."""
+        if number:
+            self.agreed, self.received = True, signal.Signals(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received == signal.SIGINT and number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)
+        self.received = self.received or signal.Signals(number)
+        if number == signal.SIGINT:
+            say("\nfinishing the step and saving; Ctrl-C again quits at once")
+        if self._raise:
+            self._raise = False
+            raise StopNow
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A part that changes nothing (an evaluation): a signal ends it at once with StopNow."""
+        if self.received is not None:
+            raise StopNow
+        self._raise = True
+        try:
+            yield
+        finally:
+            self._raise = False
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)  # type: ignore[arg-type]

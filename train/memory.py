@@ -16,8 +16,8 @@ from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
 from ..planner.memory import IN_A_STEP, MOMENTS
 from .parallel.mesh import processes_here
-from .recipes.predict import host_memory, predicted_memory
-from .recipes.recipe import Recipe, model_config, model_family
+from .recipes.recipe import Recipe
+from .recipes.resolved import host_memory, model_config, model_family, predicted_memory
 from .recipes.rules import RULES
 
 Change = tuple[str, dict[str, Any], dict[str, Any], bool]  # its text, fields of train and of parallel, joined

@@ -53,7 +53,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     gradient_bytes: int = 0  # that this process sent to sum the gradients of copies of the model
-    routers: tuple[float, ...] = ()  # `routers.FIGURES`, of experts
+    routers: tuple[float, ...] = ()  # `stage.ROUTER_FIGURES`, of experts
     signal: int = 0  # the largest that any process had received
     read_at: float = 0.0  # time.perf_counter() when the figures were there
 

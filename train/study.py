@@ -29,8 +29,8 @@ from .build import build_trainer, plan_run
 from .parallel.mesh import make_mesh
 from .parallel.rates import probe_all_reduce, probe_machine
 from .precision import computing_dtype
-from .recipes.predict import described, predicted_memory
-from .recipes.recipe import Recipe, resolve
+from .recipes.recipe import Recipe
+from .recipes.resolved import described, predicted_memory, resolve
 from .step import train_step
 
 WARM_UP = 3  # steps before the clock: allocations, compilation, caches

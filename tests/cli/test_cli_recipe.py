@@ -15,8 +15,8 @@ from throughline.models.config import GPTConfig
 from throughline.planner.hardware import find_cluster
 from throughline.planner.memory import capacity_bytes
 from throughline.train.recipes.new_recipe import new_recipe
-from throughline.train.recipes.predict import predicted_memory
-from throughline.train.recipes.recipe import Recipe, model_config
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import model_config, predicted_memory
 from throughline.train.recipes.rules import RULES
 
 

@@ -30,7 +30,8 @@ from throughline.train.checkpoints.checkpoint import load_model
 from throughline.train.engine import Engine
 from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]

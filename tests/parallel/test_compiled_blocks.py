@@ -24,7 +24,8 @@ from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.loss import COLUMNS  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.recipe import Recipe  # noqa: E402
+from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 

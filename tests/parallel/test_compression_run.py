@@ -24,8 +24,12 @@ from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E4
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler  # noqa: E402
-from throughline.train.recipes.predict import predicted_memory  # noqa: E402
-from throughline.train.recipes.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipes.recipe import Recipe  # noqa: E402
+from throughline.train.recipes.resolved import (  # noqa: E402
+    model_config,
+    predicted_memory,
+    resolve,
+)
 from throughline.train.recipes.rules import RULES  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 

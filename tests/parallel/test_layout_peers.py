@@ -14,7 +14,8 @@ from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.logs.profile import ACTIVE, SKIPPED, WARMUP  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.recipe import Recipe  # noqa: E402
+from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -19,8 +19,8 @@ from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.optimizers.offload import HostOffload  # noqa: E402
-from throughline.train.recipes.predict import layout_facts, predicted_memory  # noqa: E402
-from throughline.train.recipes.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipes.recipe import Recipe  # noqa: E402
+from throughline.train.recipes.resolved import layout_facts, model_config, predicted_memory, resolve  # noqa: E402  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
 
 LAYOUTS = {

@@ -19,8 +19,14 @@ from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
-from throughline.train.recipes.predict import described, layout_facts, predicted_memory  # noqa: E402
-from throughline.train.recipes.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipes.recipe import Recipe  # noqa: E402
+from throughline.train.recipes.resolved import (  # noqa: E402  # noqa: E402
+    described,
+    layout_facts,
+    model_config,
+    predicted_memory,
+    resolve,
+)
 from throughline.train.recipes.rules import RULES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 

@@ -11,8 +11,8 @@ from throughline.planner.cost import step_time
 from throughline.planner.hardware import find_cluster
 from throughline.planner.layout import STAGES_PER_PROCESS, Layout
 from throughline.train.parallel.pipeline import SCHEDULES
-from throughline.train.recipes.predict import described, layout_facts
-from throughline.train.recipes.recipe import Recipe, model_config, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import described, layout_facts, model_config, resolve
 from throughline.train.recipes.rules import RULES
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage

@@ -28,7 +28,8 @@ from throughline.planner.tables import (
     sharded_part,
 )
 from throughline.train.parallel.context import head_tail_order
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES, can_be_had
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from throughline.core.recipe import load_recipe
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
 
 

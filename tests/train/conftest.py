@@ -15,7 +15,8 @@ from throughline.data.shard import write_index
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train.build import RunPlan, plan_run
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
 
 SUBJECTS = [

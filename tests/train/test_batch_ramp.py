@@ -16,9 +16,9 @@ from throughline.train.checkpoints.checkpoint import load_model
 from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
 from throughline.train.optimizers.schedule import learning_rate_factor
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import BatchRampSection, Recipe, TrainSection
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
-from throughline.train.recipes.sections import BatchRampSection, TrainSection
 
 RAMP = {"start_rows": 2, "step_rows": 2, "over_rows": 17}  # 2, 4, 6 and then 8 rows
 

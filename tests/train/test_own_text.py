@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
 from throughline.data.tokenizer import Tokenizer
-from throughline.train.recipes import own_text
-from throughline.train.recipes.new_recipe import MOST_EPOCHS
-from throughline.train.recipes.own_text import ON_GPU, TOKEN_BYTES, recipe_for_text
+from throughline.train.recipes import new_recipe
+from throughline.train.recipes.new_recipe import ON_GPU, TOKEN_BYTES, recipe_for_text
 from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import MOST_EPOCHS
 from throughline.train.recipes.rules import RULES
 
 
@@ -22,20 +22,22 @@ def test_the_longest_recipe_that_the_text_feeds(
     """No text is read more than four times; of a text that feeds a recipe no longer one would do the same."""
     text = tmp_path / "text.txt"
     text.write_text("some words that are said again " * 40)
-    monkeypatch.setattr(own_text, "machine", lambda: SimpleNamespace(gpus=("card",) * gpus))
+    monkeypatch.setattr(new_recipe, "machine", lambda: SimpleNamespace(gpus=("card",) * gpus))
     lengths = []
     for size in (1e5, 5e6, 3e7, 1e8, 1e10):
-        monkeypatch.setattr(own_text, "expand_inputs", lambda _, size=size: [SimpleNamespace(bytes=size)])
-        monkeypatch.setattr(own_text, "sample", lambda *_: iter([text.read_text()]))
+        monkeypatch.setattr(new_recipe, "expand_inputs", lambda _, size=size: [SimpleNamespace(bytes=size)])
+        monkeypatch.setattr(new_recipe, "sample", lambda *_: iter([text.read_text()]))
         name, *overrides = recipe_for_text(str(text), tmp_path / "run", False)
         recipe = load_recipe(name, Recipe, overrides, RULES)
         tokens = recipe.train.steps * recipe.train.rows_per_step * recipe.train.sequence_length
-        assert tokens <= 1.01 * MOST_EPOCHS * size / TOKEN_BYTES or recipe.train.steps == own_text.LEAST_STEPS
-        assert name in (ON_GPU if gpus else own_text.ON_CPU) and f"recipe {name}" in capsys.readouterr().err
+        assert (
+            tokens <= 1.01 * MOST_EPOCHS * size / TOKEN_BYTES or recipe.train.steps == new_recipe.LEAST_STEPS
+        )
+        assert name in (ON_GPU if gpus else new_recipe.ON_CPU) and f"recipe {name}" in capsys.readouterr().err
         assert Tokenizer.load(recipe.data.tokenizer).vocab_size <= recipe.model.overrides["vocab_size"]
         lengths.append(ON_GPU.index(name))
     assert lengths == sorted(lengths) and lengths[0] == 0
-    assert lengths[-1] == len(ON_GPU if gpus else own_text.ON_CPU) - 1
+    assert lengths[-1] == len(ON_GPU if gpus else new_recipe.ON_CPU) - 1
 
 
 def test_a_text_trains_and_its_report_has_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.float8 import _fp8_product, check_products, convert_products  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
 from throughline.train.parallel.mesh import Mesh, make_mesh, start_group  # noqa: E402
-from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.recipe import Recipe  # noqa: E402
+from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
 from throughline.train.whole_model import whole_model  # noqa: E402
 

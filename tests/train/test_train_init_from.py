@@ -26,7 +26,7 @@ from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoints.weights_in import adopt, open_weights, start_from
 from throughline.train.engine import Engine
 from throughline.train.parallel.mesh import make_mesh, start_group
-from throughline.train.recipes.recipe import model_config, resolve
+from throughline.train.recipes.resolved import model_config, resolve
 
 GPT_SHAPE = GPTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4, activation="gelu")
 BERT_SHAPE = BERTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4)

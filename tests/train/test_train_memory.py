@@ -18,8 +18,8 @@ from throughline.train.checkpoints.run_directory import MAY_CHANGE
 from throughline.train.logs.metrics import PhaseMemory
 from throughline.train.loop import train
 from throughline.train.memory import beside, check_memory, out_of_memory
-from throughline.train.recipes.predict import described, predicted_memory
-from throughline.train.recipes.recipe import Recipe, model_config
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import described, model_config, predicted_memory
 from throughline.train.step import train_step
 
 BIG = {"layers": 4, "width": 64, "heads": 2}

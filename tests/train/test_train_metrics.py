@@ -18,10 +18,8 @@ from throughline.core.recipe import dump_toml
 from throughline.core.workspace import Workspace, read_records
 from throughline.train.build import RunPlan, training_rows
 from throughline.train.evaluate import Validation
-from throughline.train.logs.compare import check_bound, compare_runs
-from throughline.train.logs.metrics import Metrics, flat, read_metrics
-from throughline.train.logs.report import summary_rows, write_report
-from throughline.train.logs.step_report import StepReport
+from throughline.train.logs.metrics import Metrics, StepReport, flat, read_metrics
+from throughline.train.logs.report import check_bound, compare_runs, summary_rows, write_report
 from throughline.train.loop import train
 from throughline.train.recipes.recipe import Recipe
 

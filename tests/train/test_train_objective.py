@@ -12,8 +12,8 @@ from throughline.planner.layout import Layout
 from throughline.train.build import RunPlan, StepBatches, training_rows
 from throughline.train.objective import IGNORED, StepBatch, prepare, pretraining
 from throughline.train.parallel.mesh import Mesh
-from throughline.train.recipes.predict import step_shape
 from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import step_shape
 from throughline.train.stage import Stage
 from torch.nn import functional as F
 

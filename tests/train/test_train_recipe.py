@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe, describe, dump_toml
-from throughline.train.recipes.recipe import Recipe, model_config, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import model_config, resolve
 from throughline.train.recipes.rules import RULES
 
 
@@ -122,7 +123,8 @@ def test_every_field_says_what_it_is() -> None:
 def test_recipes_are_checked_without_torch(root: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from throughline.train.recipes.recipe import Recipe, resolve\n"
+        "from throughline.train.recipes.recipe import Recipe\n"
+        "from throughline.train.recipes.resolved import resolve\n"
         "from throughline.train.recipes.rules import RULES\n"
         "from throughline.core.recipe import build_recipe\n"
         f"resolve(build_recipe({tree()!r}, Recipe, RULES))\n"

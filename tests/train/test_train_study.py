@@ -15,8 +15,8 @@ from throughline.planner.constants import FITTED
 from throughline.planner.hardware import this_machine
 from throughline.planner.memory import capacity_bytes
 from throughline.train.build import plan_run
-from throughline.train.recipes.predict import predicted_step_seconds
-from throughline.train.recipes.recipe import Recipe, model_config
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import model_config, predicted_step_seconds
 from throughline.train.study import Stretch, predict, probed, refit
 
 

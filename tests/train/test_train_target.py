@@ -12,11 +12,10 @@ from throughline.core.errors import WrongUse
 from throughline.core.workspace import read_records
 from throughline.train.build import RunPlan
 from throughline.train.evaluate import Validation
-from throughline.train.logs.mllog import log_lines
-from throughline.train.logs.target import reached
+from throughline.train.logs.target import log_lines, reached
 from throughline.train.loop import train
-from throughline.train.recipes.recipe import Recipe, model_config
-from throughline.train.recipes.sections import TargetSection
+from throughline.train.recipes.recipe import Recipe, TargetSection
+from throughline.train.recipes.resolved import model_config
 
 
 def setting(plan: RunPlan, value: float, **changes: object) -> RunPlan:

@@ -8,7 +8,8 @@ from throughline.cli.main import main
 from throughline.core.recipe import build_recipe, load_recipe, shipped_recipes
 from throughline.planner.layout import layout_problems
 from throughline.prove.twin import PROCESSES, twin
-from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
 
 PRETRAINING = [name for name in shipped_recipes() if not name.startswith("finetune")]

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ...core.recipe import Problem, Section
-from ..recipes.recipe import Recipe, usual_precision
+from ..recipes.recipe import Fraction, ParallelSection, Recipe
+from ..recipes.resolved import usual_precision
 from ..recipes.rules import spread_rule
-from ..recipes.sections import Fraction, ParallelSection
 
 
 class RecordsSection(Section):

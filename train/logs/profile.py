@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ...core.console import say, table, warn
 from ..build import RunPlan
-from ..recipes.predict import predicted_kernels
+from ..recipes.resolved import predicted_kernels
 
 SKIPPED, WARMUP, ACTIVE = 3, 1, 5  # steps: the first ones compile and allocate
 CLASSES = (  # the first pattern found in an operator's or kernel's name decides

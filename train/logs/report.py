@@ -1,14 +1,15 @@
-"""`report.html` of a run: curves, samples, memory, environment and recipe in one file that needs no network."""
+"""What is made of the records of a run: `report.html`, one file that needs no network, and how two runs differ."""
 
 import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...core.console import amount, duration
-from ...core.errors import WrongUse
+from ...core.errors import Refused, WrongUse
 from ...core.files import write_atomic
 from ...core.page import Chart, Part, page
 from ...core.workspace import read_records
@@ -18,6 +19,7 @@ TASKS_IN_A_CHART = 8  # as many as there are colours
 UNSHOWN = ("started", "checkpoint", "finished", "running", "evaluation")  # events
 SAMPLES = "samples.jsonl"  # of text, as an evaluator wrote them
 MOST_SAMPLES = 6
+COMPARED = ("loss", "grad_norm")  # of two runs
 FOLDERS = re.compile(r'"/(?:[^"/\n]*/)+(?=[^"\n])')  # of an absolute path: a page is shown to others
 MEDIANS: dict[str, tuple[str, Callable[[float], str]]] = {  # of the steps, by figure
     "tokens_per_s": ("tokens/s without padding, median step", "{:,.0f}".format),
@@ -186,3 +188,61 @@ def _tasks(numbers: list[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[
         for metric, tasks in by_metric.items()
         for first in range(0, len(tasks), TASKS_IN_A_CHART)
     ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The step at which one figure of two runs differs most, relative to the larger; inf where one alone is
+    not finite.
+    """
+
+    name: str
+    steps: int
+    alone: int  # steps that one run alone logged, and that nothing is compared with
+    difference: float
+    step: int
+    first: float | None
+    second: float | None
+
+
+def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
+    """The largest relative difference of each figure over the steps that both runs logged.
+
+    Raises WrongUse when one has no metrics or they share no step.
+    """
+    tables = []
+    for run in (first, second):
+        if not (Path(run) / FILE).is_file():
+            fix = f"give the directory of a run, which has a {FILE}, or of scores, which `throughline eval` names"
+            raise WrongUse("no metrics to compare", where=run, fix=fix)
+        tables.append({record["step"]: record for record in read_metrics(run) if "loss" in record})
+    steps = sorted(set(tables[0]) & set(tables[1]))
+    if not steps:
+        raise WrongUse("the runs logged no step in common", where=f"{first}, {second}")
+    return [_largest(name, steps, *tables) for name in COMPARED]
+
+
+def _largest(name: str, steps: list[int], first: dict[int, Any], second: dict[int, Any]) -> Difference:
+    def difference(step: int) -> float:
+        a, b = first[step][name], second[step][name]
+        if a is None or b is None:
+            return 0.0 if a == b else float("inf")
+        return abs(a - b) / max(abs(a), abs(b), 1e-300)
+
+    worst = max(steps, key=difference)  # the first of several
+    pair = first[worst][name], second[worst][name]
+    return Difference(name, len(steps), len(set(first) ^ set(second)), difference(worst), worst, *pair)
+
+
+def check_bound(comparison: list[Difference], bound: float, first: Path | str, second: Path | str) -> None:
+    """Raise Refused naming the figure and the step when a difference is above the bound."""
+    above = [row for row in comparison if not row.difference <= bound]
+    if above:
+        raise Refused(
+            f"the runs differ by more than the relative bound {bound:g}",
+            where=f"{first}, {second}",
+            why="\n".join(
+                f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}"
+                for row in above
+            ),
+        )

@@ -1,28 +1,34 @@
-"""A first recipe for a model, data and a machine: `throughline recipe new`. Arithmetic only; no torch here.
+"""A first recipe: for a model, data and a machine (`throughline recipe new`) or for a bare text (`throughline train
+my.txt`). Arithmetic only; no torch here.
 
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
 - Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given; of given weights one pass over the store, at
   a tenth of the rate.
 - Warm-up, validation and checkpoints are never left out (`usual_sections`, which `plan --write-recipe` asks too).
 - Layout: data parallel, with as little as possible recomputed and shared out ("full"), as the planner's memory of the
-  run allows (`predict.predicted_memory`, which also refuses a run that does not fit).
+  run allows (`predicted_memory`, which also refuses a run that does not fit).
 """
 
 import bisect
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...core.console import cell, duration, warn
+from ...core.artifact import input_record, is_artifact, read_manifest
+from ...core.console import amount, cell, say
 from ...core.errors import WrongUse, did_you_mean, download_hint
-from ...core.hardware import chips
-from ...core.recipe import build_recipe, dump_toml
+from ...core.hardware import chips, machine
+from ...core.recipe import build_recipe, dump_toml, load_recipe
+from ...data.ingest.inputs import expand_inputs
+from ...data.ingest.readers import ReadOptions
+from ...data.ingest.sample import sample
+from ...data.train_tokenizer import train_tokenizer
 from ...models.config import ModelConfig, family_of
 from ...models.presets import preset
-from ...planner.hardware import Cluster
 from ...planner.memory import capacity_bytes
-from .predict import predicted_memory, predicted_step_seconds
-from .recipe import Recipe, model_config, resolve, shape_of
+from .recipe import Recipe
+from .resolved import MOST_EPOCHS, model_config, predicted_memory, resolve, shape_of
 
 # parameters -> (tokens in a batch, learning rate): Brown et al. 2020, table 2.1
 GPT3 = {
@@ -36,7 +42,6 @@ GPT3 = {
     175e9: (3.2e6, 0.6e-4),
 }
 WARMUP_TOKENS = 375e6  # Brown et al. 2020, appendix B
-MOST_EPOCHS = 4  # passes over a text that are worth nearly as much as new text: Muennighoff et al. 2023
 VALIDATION_ROWS = 32  # of which the mean loss has a standard error of some 2 %
 
 
@@ -121,39 +126,6 @@ def _validation(stored: int, length: int) -> float:
     return float(f"{share:.2g}")
 
 
-def outlook(
-    recipe: Recipe, config: ModelConfig, cluster: Cluster | None, learnt: float
-) -> tuple[dict[str, Any], list[str]]:
-    """How often a run of a resolved recipe reads the `learnt` tokens that it trains on (0: not known), how long it
-    takes and what it costs: facts and lines. No cluster: this machine.
-    """
-    train = recipe.train
-    tokens = train.rows_before(train.steps) * train.sequence_length
-    seconds = train.steps * predicted_step_seconds(config, recipe, cluster)
-    price = cluster.price_per_chip_hour * recipe.parallel.layout().world if cluster else 0.0
-    facts: dict[str, Any] = {
-        "tokens_to_train": tokens,
-        "seconds": seconds,
-        "cost": price * seconds / 3600 or None,
-    }
-    facts["epochs"] = tokens / learnt if learnt else None
-    lines = [f"about {duration(seconds)} in all"]
-    if cluster and price:
-        lines[0] += f", {facts['cost']:,.0f} {cluster.currency} ({cluster.priced})"
-    elif cluster:
-        lines[0] += "; a cluster that is rented by the hour has a price (--machine aws-p4d.24xlarge)"
-    if learnt:
-        lines.append(f"{cell(facts['epochs'])} passes over the training part of the store")
-    return facts, lines
-
-
-def check_epochs(epochs: float | None) -> None:
-    """Warn of more passes over the same text than are worth it."""
-    if epochs and epochs > MOST_EPOCHS:
-        why = f"from {MOST_EPOCHS} on a pass teaches little (Muennighoff et al. 2023): more text, or fewer steps"
-        warn(f"the run reads its text {cell(epochs)} times; {why}")
-
-
 def _rows(micro: int, gpus: int) -> dict[str, int]:
     return {"batch_rows": micro * gpus, "micro_batch_rows": micro}
 
@@ -190,3 +162,60 @@ def needed(tree: dict[str, Any]) -> int:
     """Bytes that the planner predicts for the fullest device of a run."""
     recipe = resolve(build_recipe(tree, Recipe))
     return sum(predicted_memory(model_config(recipe), recipe, "cuda").values())
+
+
+# by the text that they read: a card takes the first three as well, sooner
+ON_CPU = ("gpt-15min-cpu", "gpt-2h-cpu", "gpt-night-cpu")
+ON_GPU = (*ON_CPU, "gpt-15min-gpu", "gpt-2h-gpu", "gpt-night-gpu")
+TOKEN_BYTES = 3.5  # of a vocabulary of 4,096 made of six English novels
+LEAST_STEPS = 20
+
+
+def is_text(path: str) -> bool:
+    """Whether this is no recipe but text: a file or a directory of files."""
+    return Path(path).exists() and Path(path).suffix != ".toml" and not is_artifact(path)
+
+
+def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
+    """The shipped recipe for this text on this machine, and the overrides by which it trains on it: the longest that
+    reads the text at most MOST_EPOCHS times, else the shortest with fewer steps. Its tokenizer is made in the run's
+    cache, unless the weights that the run begins with have one. What is picked and why is said.
+    """
+    if has_weights:
+        fix = "throughline recipe new --from DIRECTORY --data TOKENS"
+        raise WrongUse("a recipe is picked for new weights alone", where="--init-from", fix=fix)
+    size = sum(source.bytes for source in expand_inputs([text]))
+    names = ON_GPU if machine().gpus else ON_CPU
+    recipes = {name: load_recipe(name, Recipe) for name in names}
+    room = MOST_EPOCHS * size / TOKEN_BYTES
+    read = {
+        name: one.train.steps * one.train.rows_per_step * one.train.sequence_length
+        for name, one in recipes.items()
+    }
+    name = next((name for name in reversed(names) if read[name] <= room), names[0])
+    train, passes = recipes[name].train, MOST_EPOCHS * read[name] / room
+    given = [f"data.train={text}"]
+    why = (
+        f"the longest for {'a GPU' if machine().gpus else 'a CPU'} that reads it at most {MOST_EPOCHS} times"
+    )
+    if passes > MOST_EPOCHS:
+        steps = max(round(train.steps * MOST_EPOCHS / passes), LEAST_STEPS)
+        given += [f"train.steps={steps}", f"schedule.warmup_steps={min(30, steps // 10)}"]
+        given += [
+            f"{key}={max(steps // 6, 1)}" for key in ("train.eval_every_steps", "checkpoint.save_every_steps")
+        ]
+        why = f"the shortest, with {steps:,} of its {train.steps:,} steps: it reads the text {MOST_EPOCHS} times"
+    say(f"{text}: {amount(size, 'B')}, about {amount(size / TOKEN_BYTES, '')} tokens")
+    longer = names[names.index(name) + 1 :][:1]
+    say(f"recipe {name}: {why} (throughline recipe show {name})")
+    for other in longer:
+        times = cell(MOST_EPOCHS * read[other] / room)
+        say(f"next longer: throughline train {other}; it would read this text {times} times")
+    out = run_dir / "cache" / "tokenizer"
+    record = input_record(text)
+    if not is_artifact(out) or read_manifest(out).inputs != (record,):
+        options, counts = ReadOptions(), Counter[str]()
+        texts = sample(expand_inputs([text]), options, 10**9, counts)
+        vocabulary = recipes[name].model.overrides["vocab_size"]
+        train_tokenizer(texts, "bpe", vocabulary).save(out, [record], {"trained": True}, overwrite=True)
+    return [name, *given, f"data.tokenizer={out}"]

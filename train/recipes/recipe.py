@@ -1,36 +1,316 @@
-"""The training recipe: one tree of frozen sections, the rules that span fields, and what follows from them.
+"""The training recipe: its sections, and what each field means. No torch here.
 
-No torch here: a recipe is checked, shown and planned on a machine that cannot train it.
+Sizes carry their unit in the name; a batch is counted in rows (of `sequence_length` tokens) or in tokens, and
+every loss is divided by the count of targets of the whole batch, so `micro_batch_rows` changes memory and
+speed and not the result.
 """
 
-import math
-import os
-import sys
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ...core.files import read_json
-from ...core.hardware import computes_in, machine
+from pydantic import Field
+
 from ...core.recipe import Section
-from ...models.config import FAMILIES, ModelConfig, family_of
-from ...models.presets import preset, preset_names
-from ...planner.layout import default_micro_rows
-from .sections import (
-    CheckpointSection,
-    CompressionSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimizerSection,
-    ParallelSection,
-    ScheduleSection,
-    TargetSection,
-    TrainSection,
-)
+from ...planner.layout import Layout
 
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and Windows'
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Source(Section):
+    """One token store of a mixture."""
+
+    path: str
+    """Directory of the token store; with data.tokenizer, text."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the samples that come from it, relative to the other stores."""
+
+
+class DataSection(Section):
+    """What is read."""
+
+    train: str | list[str | Source] = []
+    """Token store to train on, or a list of stores, or of { path, weight }; with `tokenizer`, text."""
+    tokenizer: str = ""
+    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs,
+    datasets:NAME), which this artifact, model directory or tokenizer.json tokenises into the run's cache.
+    """
+    documents: Literal["file", "line", "block"] = "block"
+    """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
+    field: str = "text"
+    """Text: field of .jsonl, column of .parquet."""
+    validation: str = ""
+    """Token store to validate on, or text; "" holds out the end of what is trained on instead."""
+    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the training data held out when `validation` is not given; 0 = no validation."""
+    packing: Literal["windows", "best_fit"] = "windows"
+    """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept apart."""
+    separate_documents: bool = False
+    """GPT windows: attention, positions and targets end at document boundaries."""
+    random_offsets: bool = True
+    """GPT windows: every epoch cuts the stream at another place."""
+
+    def sources(self) -> list[Source]:
+        """The training stores, each with its weight."""
+        given = [self.train] if isinstance(self.train, str) else self.train
+        return [item if isinstance(item, Source) else Source(path=item) for item in given]
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    family: Literal["gpt", "bert"] | None = None
+    """Decoder trained on next tokens, or encoder trained on masked ones; by default the preset's, else gpt."""
+    preset: str = ""
+    """A named shape of models/presets.toml; "" starts from the family's defaults."""
+    init_from: str = ""
+    """Weights to begin with: a run, checkpoint, model artifact or Hugging Face directory, a nanoGPT or Megatron-LM
+    checkpoint; "" = random ones.
+    """
+    overrides: dict[str, Any] = {}
+    """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is the token store's."""
+
+
+class OptimizerSection(Section):
+    """How the weights move."""
+
+    name: Literal["adamw", "muon", "lamb", "adafactor"] = "adamw"
+    """AdamW for everything, Muon for the hidden matrices with AdamW for the rest, LAMB for batches of thousands
+    of rows, or Adafactor, which keeps next to nothing beside the weights and uses neither the betas nor epsilon.
+    """
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Peak learning rate of AdamW and LAMB; Adafactor's step relative to the size of the weights."""
+    matrix_learning_rate: float = Field(default=0.02, gt=0)
+    """Peak learning rate of Muon's matrices; follows the same schedule."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of the gradient."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of its square."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the mean square."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; biases and norms have none, tables only with LAMB."""
+    max_trust_ratio: float | None = Field(default=None, gt=0)
+    """Largest trust ratio of LAMB; by default it is not limited."""
+
+
+class ScheduleSection(Section):
+    """How the learning rate moves."""
+
+    kind: Literal["cosine", "linear", "polynomial", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    """Shape of the decay; wsd is stable at the peak and falls linearly over the last decay_steps, inverse-sqrt
+    falls with the root of the step and has no end.
+    """
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from 0."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Length of the decay in steps; by default it ends with the last step (wsd: a fifth of the run)."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the end of the decay, as a share of the peak."""
+    power: float = Field(default=1.0, gt=0)
+    """Exponent of the polynomial decay."""
+    decay_from_start: bool = False
+    """Count the decay from the first step, as published BERT recipes do: the rate falls where the warm-up ends."""
+    warmup_start_step: int = Field(default=0, le=0)
+    """Step from which the warm-up is counted: below 0, the first step is already some way up."""
+
+
+class BatchRampSection(Section):
+    """A batch that grows to its whole size in equal steps over the first rows of a run, as that of the 530B run
+    did (Smith et al. 2022, section 3.2). The rows are read in the order in which a fixed batch would read them.
+    """
+
+    start_rows: int = Field(gt=0)
+    """Rows of the first step."""
+    step_rows: int = Field(gt=0)
+    """Rows that are added each time."""
+    over_rows: int = Field(gt=0)
+    """Rows of the run after which the batch is whole; each size is kept for an equal share of them."""
+
+
+class TrainSection(Section):
+    """How long, how much at a time, in which arithmetic."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps."""
+    sequence_length: int = Field(gt=1)
+    """Tokens in a row."""
+    batch_rows: int | None = Field(default=None, gt=0)
+    """Rows in one optimizer step (or give batch_tokens)."""
+    batch_tokens: int | None = Field(default=None, gt=0)
+    """Tokens in one optimizer step (or give batch_rows)."""
+    batch_ramp: BatchRampSection | None = None
+    """Smaller batches at the start. The schedule then counts in whole batches: warmup_steps = 100 is 100 times
+    batch_rows rows.
+    """
+    micro_batch_rows: int | None = Field(default=None, gt=0)
+    """Rows that a process computes at once, accumulating the others; by default all, in a pipeline four turns of it."""
+    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the model: 16-bit weights with fp32 masters (bf16, fp16), fp32, its products in tf32, or
+    fp64 for proofs; auto takes what the GPU is made for, and fp32 on a CPU.
+    """
+    matmul: Literal["same", "fp8", "fp8-emulated"] = "same"
+    """Arithmetic of the blocks' matrix products: that of `precision`, or fp8 over bf16 weights (torchao, GPUs of
+    compute capability 8.9 and later); fp8-emulated rounds alike on any device, slowly, to try a recipe.
+    """
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activations recomputed in backward: none, every layer, or the attention core alone."""
+    offload: bool = False
+    """fp32 weights, optimizer state and update on the host; the device holds weights as the products take them."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes the GPU when there is one."""
+    deterministic: bool = False
+    """On a GPU only kernels that repeat to the last bit, slower ones; a CPU's do with as many threads."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of initial weights, sample order, masks and dropout."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Bound on the global gradient norm; 0 = none."""
+    stop_after_skipped: int = Field(default=10, gt=0)
+    """Steps in a row with a non-finite loss or gradient (each is skipped and counted) after which the run stops."""
+    eval_every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 = only at the end."""
+    eval_rows: int | None = Field(default=None, gt=0)
+    """Rows of each evaluation inside the run; by default the whole validation split, which the last one always uses."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step, however the batch was given."""
+        return self.batch_rows or (self.batch_tokens or 0) // self.sequence_length
+
+    def rows_at(self, position: int) -> int:
+        """Rows of the step that begins when `position` rows of the run have been read."""
+        ramp, whole = self.batch_ramp, self.rows_per_step
+        if ramp is None or position >= ramp.over_rows:
+            return whole
+        return ramp.start_rows + position * self._sizes(ramp) // ramp.over_rows * ramp.step_rows
+
+    def rows_before(self, step: int) -> int:
+        """Rows of the run that have been read when step `step` (from 0) begins."""
+        ramp, position = self.batch_ramp, 0
+        while ramp is not None and position < ramp.over_rows and step:
+            size = position * self._sizes(ramp) // ramp.over_rows
+            end = -(-(size + 1) * ramp.over_rows // self._sizes(ramp))  # where the next size begins
+            rows = self.rows_at(position)
+            steps = min(-(-(end - position) // rows), step)
+            position, step = position + steps * rows, step - steps
+        return position + step * self.rows_per_step
+
+    def _sizes(self, ramp: BatchRampSection) -> int:
+        return (self.rows_per_step - ramp.start_rows) // ramp.step_rows
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of one forward and backward."""
+        return self.micro_batch_rows or self.rows_per_step
+
+
+class ObjectiveSection(Section):
+    """What a BERT is trained to predict."""
+
+    sentences: Literal["nsp", "sop", "none"] = "nsp"
+    """Pair task: next sentence, sentence order, or no pairs."""
+    mask_fraction: float = Field(default=0.15, gt=0, lt=1)
+    """Share of tokens predicted: 80 % masked, 10 % replaced, 10 % left."""
+    label_smoothing: Fraction = 0.0
+    """Share of each masked token's label that is spread over the vocabulary; in the training loss alone."""
+    whole_word: bool = False
+    """Mask all pieces of a word together."""
+    packing: bool = False
+    """Several pairs in one row, kept apart in attention, instead of padding."""
+    pair_copies: int = Field(default=1, gt=0)
+    """Differently drawn passes over the text that make one epoch."""
+    short_fraction: Fraction = 0.1
+    """Share of documents whose pairs aim at a shorter length."""
+
+
+class EvaluationSection(Section):
+    """Benchmark tasks scored inside the run, as `throughline eval` scores its checkpoints."""
+
+    tasks: list[str] = []
+    """Tasks, groups or task files, as `throughline eval --tasks` takes them."""
+    data_dir: str = ""
+    """Directory that holds the tasks' files; "" = the shipped samples, else the `datasets` library."""
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between scorings, a multiple of train.eval_every_steps; 0 = only at the end."""
+    limit: int | None = Field(default=200, gt=0)
+    """Maximum number of records per task."""
+
+
+class CheckpointSection(Section):
+    """When the run is saved."""
+
+    save_every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 = only at the end and when stopped."""
+    keep: int = Field(default=2, ge=0)
+    """Checkpoints kept, the newest; 0 = all."""
+
+
+class ParallelSection(Section):
+    """How the run is spread over processes: the product of the degrees is their number."""
+
+    data: int = Field(default=1, gt=0)
+    """Processes that each compute their part of the batch's rows."""
+    tensor: int = Field(default=1, gt=0)
+    """Processes that share each matrix, and the row between matrices."""
+    pipeline: int = Field(default=1, gt=0)
+    """Processes in a row, each with stages of consecutive layers."""
+    context: int = Field(default=1, gt=0)
+    """Processes that share each row in attention too."""
+    expert: int = Field(default=1, gt=0)
+    """Of the data processes so many neighbours share the experts of each layer: no factor of the number of all."""
+    sharding: Literal["replicated", "zero1", "zero2", "full"] = "replicated"
+    """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
+    replicas: int = Field(default=1, gt=0)
+    """Hybrid sharding: groups of data processes that each hold a whole copy."""
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = (
+        "1f1b"
+    )
+    """Order of the micro-batches in a pipeline."""
+    stages_per_process: int = Field(default=1, gt=0)
+    """Pipeline stages on each process: 2 or more for interleaved schedules, 2 for zero-bubble-v."""
+    layers_per_stage: list[int] = []
+    """Layers of each stage; by default as even as possible."""
+    timeout_seconds: int = Field(default=600, ge=10)
+    """Wait of a process for the others, in any collective, before the run counts as stalled and starts again."""
+
+    def layout(self) -> Layout:
+        """The layout that these fields describe."""
+        fields = self.model_dump(exclude={"timeout_seconds"})
+        return Layout(**fields | {"layers_per_stage": tuple(self.layers_per_stage)})
+
+
+class CompressionSection(Section):
+    """Gradients of data processes over a slow network: fewer bytes, and what was lost is sent later."""
+
+    scheme: Literal["none", "bf16", "powersgd", "one-bit-adam"] = "none"
+    """Half the bytes; thin factors of matrices; or, after a warm-up, signs of the momentum (1/32, variance frozen)."""
+    rank: int = Field(default=4, gt=0)
+    """Columns of PowerSGD's factors."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam."""
+
+    def warmup(self, steps: int) -> int:
+        """The warm-up of a run of so many steps."""
+        usual = steps * 15 // 100 if self.scheme == "one-bit-adam" else 10
+        return usual if self.warmup_steps is None else self.warmup_steps
+
+
+class TargetSection(Section):
+    """Where a run may end before its last step."""
+
+    figure: Literal["mlm_accuracy", "mlm_loss", "nsp_accuracy", "loss"]
+    """Figure of the validation split; an evaluation every train.eval_every_steps looks at it."""
+    value: float
+    """Accuracy to reach, or loss to fall to."""
+
+
+class LogSection(Section):
+    """What is written down; metrics.jsonl is always written."""
+
+    every_steps: int = Field(default=1, gt=0)
+    """Steps between records in metrics.jsonl."""
+    sinks: list[Literal["tensorboard", "wandb"]] = []
+    """Dashboards that receive the same records."""
 
 
 class Recipe(Section):
@@ -55,138 +335,3 @@ class Recipe(Section):
     def mask_fraction(self) -> float:
         """Share of the tokens that a BERT predicts; 0 for a GPT."""
         return self.objective.mask_fraction if self.objective else 0.0
-
-
-def micro_rows(recipe: Recipe) -> int:
-    """Rows of one forward and backward on one process: as given, else what suits the layout and every batch."""
-    train, ramp = recipe.train, recipe.train.batch_ramp
-    rows = math.gcd(ramp.start_rows, ramp.step_rows) if ramp else train.rows_per_step
-    return train.micro_batch_rows or default_micro_rows(recipe.parallel.layout(), rows)
-
-
-def model_family(recipe: Recipe) -> str:
-    """`gpt` or `bert`: as given, else the preset's or that of the weights to begin with, else gpt."""
-    if recipe.model.family or not recipe.model.preset:
-        shape = None if recipe.model.family else shape_beside(recipe)
-        return recipe.model.family or (family_of(shape) if shape else "gpt")
-    return family_of(preset(recipe.model.preset)) if recipe.model.preset in preset_names() else "gpt"
-
-
-def shape_beside(recipe: Recipe) -> ModelConfig | None:
-    """The shape that lies beside the weights to begin with, where the recipe names no preset."""
-    return None if recipe.model.preset or not recipe.model.init_from else shape_of(recipe.model.init_from)
-
-
-def shape_of(path: Path | str) -> ModelConfig | None:
-    """The shape that lies beside the weights at `path`, which are not read: a directory of Hugging Face's, a run, a
-    checkpoint. None where none does. Raises Refused for a model that ours cannot express.
-    """
-    path = Path(path)
-    if (path / "config.json").is_file():
-        from ...models.huggingface import read_config, read_directory  # by those alone who begin with weights
-
-        fields, state = read_directory(path)
-        return read_config(fields, state, str(path / "config.json"))
-    latest = path / "checkpoints" / "latest"
-    file = (latest.parent / latest.read_text().strip() if latest.is_file() else path) / "model.json"
-    if not file.is_file():
-        return None
-    described = read_json(file)
-    return FAMILIES[described["family"]].from_dict(described["config"])
-
-
-def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
-    """The model's config: preset or the shape of the weights to begin with, overrides, and the vocabulary of the tokens
-    unless the recipe or the weights set one.
-
-    Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
-    """
-    fields = _own_fields(recipe)
-    if vocab_size is not None:
-        fields.setdefault("vocab_size", vocab_size)
-    family = model_family(recipe)
-    if family == "bert" and recipe.objective is not None and recipe.objective.sentences == "none":
-        fields.setdefault("nsp", False)
-    if recipe.model.preset:
-        return preset(recipe.model.preset, **fields)
-    fields.setdefault("sequence_length", recipe.train.sequence_length)
-    return FAMILIES[family].from_dict(fields)
-
-
-def _own_fields(recipe: Recipe) -> dict[str, Any]:
-    """The overrides, over the fields in which the shape of the weights is not the family's usual one."""
-    shape = shape_beside(recipe)
-    if shape is None:
-        return dict(recipe.model.overrides)
-    usual = type(shape)().to_dict()
-    given = {
-        name: value for name, value in shape.to_dict().items() if value != usual[name] and name != "dropout"
-    }
-    return given | {"vocab_size": shape.vocab_size} | recipe.model.overrides
-
-
-def usual_precision(device: str) -> str:
-    """What `auto` means on this machine: bf16 on a GPU that computes in it, fp16 on one with such tensor cores
-    (T4, V100), else fp32. Small models on a CPU are as fast in fp32, and exact.
-    """
-    found = _capabilities() if device != "cpu" else []
-    able = [name for name in ("bf16", "fp16") if found and all(computes_in(name, each) for each in found)]
-    return able[0] if able else "fp32"
-
-
-def _capabilities() -> list[str]:
-    """Of the GPUs that torch computes on; without torch, of those that the driver names. torch, which takes seconds,
-    is imported where there may be any.
-    """
-    named = [gpu.capability for gpu in machine().gpus]
-    if not (named or "torch" in sys.modules or any(map(os.path.exists, GPU_FILES))):
-        return []
-    try:
-        import torch
-
-        from ...models.capability import capability
-    except ImportError:
-        return named
-    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    return ["{}.{}".format(*capability(device)) for device in devices]
-
-
-def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
-    """The recipe with everything that follows from it written out: absolute paths, rows, the objective. Valid
-    input.
-
-    Relative paths are taken from `base`.
-    """
-
-    def absolute(path: str) -> str:
-        return str((Path(base) / path).resolve()) if path and not path.startswith("datasets:") else path
-
-    sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources()]
-    train = recipe.train
-    precision: str = train.precision
-    if precision == "auto":
-        precision = usual_precision(train.device) if train.matmul == "same" else "bf16"
-    family = model_family(recipe)
-    tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
-    changes: dict[str, dict[str, Any]] = {
-        "data": {"train": sources}
-        | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")},
-        "train": {
-            "batch_rows": train.rows_per_step,
-            "batch_tokens": None,
-            "micro_batch_rows": micro_rows(recipe),
-            "precision": precision,
-        },
-        "evaluation": {"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)},
-        "model": {
-            "family": family,
-            "init_from": absolute(recipe.model.init_from),
-            "overrides": _own_fields(recipe),
-        },
-    }
-    update: dict[str, Any] = {
-        name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()
-    }
-    if family == "bert" and recipe.objective is None:
-        update["objective"] = ObjectiveSection()
-    return recipe.model_copy(update=update)

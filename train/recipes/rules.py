@@ -13,8 +13,8 @@ from ...core.recipe import Problem
 from ...models.config import BERTConfig, ModelConfig, family_of
 from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems
 from ...planner.nearest import nearest_layouts, set_options
-from .recipe import Recipe, micro_rows, model_config, model_family
-from .sections import ObjectiveSection
+from .recipe import ObjectiveSection, Recipe
+from .resolved import micro_rows, model_config, model_family
 
 FP8_TILE = 16  # what the sides of a factor are multiples of: torch's _scaled_mm, cuBLAS
 

@@ -1,0 +1,306 @@
+"""What follows from a recipe: the model, the precision of this machine, everything written out, and what the planner
+says of the run. No torch: a recipe is checked, shown and planned on a machine that cannot train it.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.console import cell, duration, warn
+from ...core.files import read_json
+from ...core.hardware import computes_in, machine
+from ...models.config import FAMILIES, ModelConfig, family_of
+from ...models.presets import preset, preset_names
+from ...planner.constants import Constants, constants_here
+from ...planner.cost import kernel_totals, step_seconds
+from ...planner.hardware import Cluster, read_calibration, this_machine
+from ...planner.layout import ZERO_BUBBLE, default_micro_rows
+from ...planner.layout_report import layout_report
+from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
+from ...planner.software import (
+    LARGE_VOCABULARY,
+    PROCESSOR_RUNTIME_BYTES,
+    Software,
+    find_software,
+    on_processor,
+)
+from ...planner.tables import optimizer_numbers, parameter_shapes
+from ...planner.traffic import StepShape, prepared_places, with_compression
+from ...planner.work import Layouts, Work, layouts_of
+from .recipe import ObjectiveSection, Recipe
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and Windows'
+# a CPU has its activations in cache at 4096 (15 % faster than 16384)
+EVALUATED_TOKENS = {"cpu": 4096, "cuda": 65536}
+EVALUATED_LOGITS = {"cpu": 2**26, "cuda": 2**29}  # numbers on one process: 2**26 are 256 MB in fp32
+MOST_EPOCHS = 4  # passes over a text that are worth nearly as much as new text: Muennighoff et al. 2023
+
+
+def micro_rows(recipe: Recipe) -> int:
+    """Rows of one forward and backward on one process: as given, else what suits the layout and every batch."""
+    train, ramp = recipe.train, recipe.train.batch_ramp
+    rows = math.gcd(ramp.start_rows, ramp.step_rows) if ramp else train.rows_per_step
+    return train.micro_batch_rows or default_micro_rows(recipe.parallel.layout(), rows)
+
+
+def model_family(recipe: Recipe) -> str:
+    """`gpt` or `bert`: as given, else the preset's or that of the weights to begin with, else gpt."""
+    if recipe.model.family or not recipe.model.preset:
+        shape = None if recipe.model.family else shape_beside(recipe)
+        return recipe.model.family or (family_of(shape) if shape else "gpt")
+    return family_of(preset(recipe.model.preset)) if recipe.model.preset in preset_names() else "gpt"
+
+
+def shape_beside(recipe: Recipe) -> ModelConfig | None:
+    """The shape that lies beside the weights to begin with, where the recipe names no preset."""
+    return None if recipe.model.preset or not recipe.model.init_from else shape_of(recipe.model.init_from)
+
+
+def shape_of(path: Path | str) -> ModelConfig | None:
+    """The shape that lies beside the weights at `path`, which are not read: a directory of Hugging Face's, a run, a
+    checkpoint. None where none does. Raises Refused for a model that ours cannot express.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file():
+        from ...models.huggingface import read_config, read_directory  # by those alone who begin with weights
+
+        fields, state = read_directory(path)
+        return read_config(fields, state, str(path / "config.json"))
+    latest = path / "checkpoints" / "latest"
+    file = (latest.parent / latest.read_text().strip() if latest.is_file() else path) / "model.json"
+    if not file.is_file():
+        return None
+    described = read_json(file)
+    return FAMILIES[described["family"]].from_dict(described["config"])
+
+
+def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
+    """The model's config: preset or the shape of the weights to begin with, overrides, and the vocabulary of the tokens
+    unless the recipe or the weights set one.
+
+    Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
+    """
+    fields = _own_fields(recipe)
+    if vocab_size is not None:
+        fields.setdefault("vocab_size", vocab_size)
+    family = model_family(recipe)
+    if family == "bert" and recipe.objective is not None and recipe.objective.sentences == "none":
+        fields.setdefault("nsp", False)
+    if recipe.model.preset:
+        return preset(recipe.model.preset, **fields)
+    fields.setdefault("sequence_length", recipe.train.sequence_length)
+    return FAMILIES[family].from_dict(fields)
+
+
+def _own_fields(recipe: Recipe) -> dict[str, Any]:
+    """The overrides, over the fields in which the shape of the weights is not the family's usual one."""
+    shape = shape_beside(recipe)
+    if shape is None:
+        return dict(recipe.model.overrides)
+    usual = type(shape)().to_dict()
+    given = {
+        name: value for name, value in shape.to_dict().items() if value != usual[name] and name != "dropout"
+    }
+    return given | {"vocab_size": shape.vocab_size} | recipe.model.overrides
+
+
+def usual_precision(device: str) -> str:
+    """What `auto` means on this machine: bf16 on a GPU that computes in it, fp16 on one with such tensor cores
+    (T4, V100), else fp32. Small models on a CPU are as fast in fp32, and exact.
+    """
+    found = _capabilities() if device != "cpu" else []
+    able = [name for name in ("bf16", "fp16") if found and all(computes_in(name, each) for each in found)]
+    return able[0] if able else "fp32"
+
+
+def _capabilities() -> list[str]:
+    """Of the GPUs that torch computes on; without torch, of those that the driver names. torch, which takes seconds,
+    is imported where there may be any.
+    """
+    named = [gpu.capability for gpu in machine().gpus]
+    if not (named or "torch" in sys.modules or any(map(os.path.exists, GPU_FILES))):
+        return []
+    try:
+        import torch
+
+        from ...models.capability import capability
+    except ImportError:
+        return named
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return ["{}.{}".format(*capability(device)) for device in devices]
+
+
+def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
+    """The recipe with everything that follows from it written out: absolute paths, rows, the objective. Valid
+    input.
+
+    Relative paths are taken from `base`.
+    """
+
+    def absolute(path: str) -> str:
+        return str((Path(base) / path).resolve()) if path and not path.startswith("datasets:") else path
+
+    sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources()]
+    train = recipe.train
+    precision: str = train.precision
+    if precision == "auto":
+        precision = usual_precision(train.device) if train.matmul == "same" else "bf16"
+    family = model_family(recipe)
+    tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"train": sources}
+        | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")},
+        "train": {
+            "batch_rows": train.rows_per_step,
+            "batch_tokens": None,
+            "micro_batch_rows": micro_rows(recipe),
+            "precision": precision,
+        },
+        "evaluation": {"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)},
+        "model": {
+            "family": family,
+            "init_from": absolute(recipe.model.init_from),
+            "overrides": _own_fields(recipe),
+        },
+    }
+    update: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()
+    }
+    if family == "bert" and recipe.objective is None:
+        update["objective"] = ObjectiveSection()
+    return recipe.model_copy(update=update)
+
+
+def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
+    """Rows that one process evaluates at once."""
+    return max(min(EVALUATED_TOKENS[device], EVALUATED_LOGITS[device] // vocab_size) // length, 1)
+
+
+def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
+    """A resolved recipe as the planner takes it. Times do not depend on `device`, memory does."""
+    train = recipe.train
+    shape = step_shape(recipe)
+    places = shape.rows * shape.length // recipe.parallel.context
+    predicted = shape.predicted / places if recipe.objective else 1.0
+    work = Work(config, train.rows_per_step, train.sequence_length, predicted)
+    layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
+    if layout.schedule in ZERO_BUBBLE and layout.pipeline > 1:  # by its own lists, and not compiled
+        stages = tuple(len(layout.layers_of(stage, config.layers)) for stage in range(layout.stages))
+        layout = dataclasses.replace(layout, layers_per_stage=stages)
+        software = dataclasses.replace(software, fused_norms=False, fused_activation=False)
+    layouts = layouts_of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
+    shapes = parameter_shapes(config).items()
+    slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
+    moments = software.precision.gradient * slots / config.parameter_count()
+    numbers = dataclasses.replace(software.precision, moments=moments)
+    software = dataclasses.replace(software, precision=numbers)
+    software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
+    if device == "cpu":
+        measured = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
+        software = on_processor(software, measured)
+    evaluated = train.sequence_length * evaluated_rows(device, config.vocab_size, train.sequence_length)
+    software = dataclasses.replace(
+        software,
+        loss_bytes=12 if config.vocab_size < LARGE_VOCABULARY else software.loss_bytes,
+        dropout=config.dropout > 0,
+        forwards_first=recipe.parallel.schedule == "gpipe",
+        evaluated_tokens=evaluated if recipe.data.validation_fraction or recipe.data.validation else 0,
+        saves_between=recipe.checkpoint.save_every_steps > 0,
+    )
+    return work, layouts, software
+
+
+def predicted_memory(
+    config: ModelConfig, recipe: Recipe, device: str = "cpu", moments: Sequence[str] = tuple(MOMENTS)
+) -> dict[str, int]:
+    """Bytes by term of the process that needs most, at the worst of these moments; their sum is the prediction."""
+    return worst_terms(*described(config, recipe, device), moments)
+
+
+def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
+    """Bytes by term that a process of a run on a GPU takes on the host: offload's, a checkpoint's copy, its own."""
+    work, layouts, software = described(config, recipe, "cuda")
+    saved = device_terms(work, layouts, dataclasses.replace(software, on_host=True))
+    terms = host_terms(work, layouts, software) | {
+        "checkpoint copy": saved["checkpoint copy"] + saved["last checkpoint"],
+        "runtime": PROCESSOR_RUNTIME_BYTES,
+    }
+    return {name: round(float(size)) for name, size in terms.items() if size}
+
+
+def predicted_step_seconds(
+    config: ModelConfig, recipe: Recipe, cluster: Cluster | None = None, constants: Constants | None = None
+) -> float:
+    """Seconds of one step here, or on another cluster; by the datasheet until `study` has measured this machine."""
+    work, layouts, software = described(config, recipe)
+    cluster = cluster or this_machine(layouts.world)
+    return step_seconds(work, layouts, cluster, software, constants or constants_here(read_calibration()))
+
+
+def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, float]]:
+    """What the planner's kernels come to in one step on the first process, by kind: what a profile should show."""
+    work, layouts, software = described(config, recipe)
+    constants = constants_here(read_calibration())
+    return kernel_totals(work, layouts, this_machine(layouts.world), software, constants)
+
+
+def step_shape(recipe: Recipe) -> StepShape:
+    """The shape of a resolved recipe's step."""
+    train = recipe.train
+    micro = train.rows_per_micro_batch
+    fraction = recipe.mask_fraction
+    length = train.sequence_length // recipe.parallel.context
+    predicted = prepared_places(micro, length, fraction)[1] if fraction else 0
+    return StepShape(
+        train.rows_per_step // (recipe.parallel.data * micro),
+        micro,
+        train.sequence_length,
+        predicted,
+        train.precision,
+        train.recompute,
+        halves=train.offload,
+        scheme=recipe.compression.scheme,
+        rank=recipe.compression.rank,
+    )
+
+
+def layout_facts(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """The layout of a resolved recipe for a script and for a person: what each process holds and sends."""
+    return layout_report(config, recipe.parallel.layout(), step_shape(recipe), recipe.optimizer.name)
+
+
+def outlook(
+    recipe: Recipe, config: ModelConfig, cluster: Cluster | None, learnt: float
+) -> tuple[dict[str, Any], list[str]]:
+    """How often a run of a resolved recipe reads the `learnt` tokens that it trains on (0: not known), how long it
+    takes and what it costs: facts and lines. No cluster: this machine.
+    """
+    train = recipe.train
+    tokens = train.rows_before(train.steps) * train.sequence_length
+    seconds = train.steps * predicted_step_seconds(config, recipe, cluster)
+    price = cluster.price_per_chip_hour * recipe.parallel.layout().world if cluster else 0.0
+    facts: dict[str, Any] = {
+        "tokens_to_train": tokens,
+        "seconds": seconds,
+        "cost": price * seconds / 3600 or None,
+    }
+    facts["epochs"] = tokens / learnt if learnt else None
+    lines = [f"about {duration(seconds)} in all"]
+    if cluster and price:
+        lines[0] += f", {facts['cost']:,.0f} {cluster.currency} ({cluster.priced})"
+    elif cluster:
+        lines[0] += "; a cluster that is rented by the hour has a price (--machine aws-p4d.24xlarge)"
+    if learnt:
+        lines.append(f"{cell(facts['epochs'])} passes over the training part of the store")
+    return facts, lines
+
+
+def check_epochs(epochs: float | None) -> None:
+    """Warn of more passes over the same text than are worth it."""
+    if epochs and epochs > MOST_EPOCHS:
+        why = f"from {MOST_EPOCHS} on a pass teaches little (Muennighoff et al. 2023): more text, or fewer steps"
+        warn(f"the run reads its text {cell(epochs)} times; {why}")
