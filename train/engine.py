@@ -1,10 +1,8 @@
 """What a step, a validation and a checkpoint ask of the model in training, on one process or on thousands.
 
-An engine holds this process's stages of a model in their layout; one process has the trivial layout, one stage and no
-process group. It computes with `computed` weights, in 16 bits where the precision says so, and hands plain `value`s
-to the optimizer: fp32 masters of 16-bit weights (Micikevicius et al. 2018, section 3.1), otherwise the weights
-themselves. After backward the rest of a step is local: every local shard is a plain tensor, this process's box of a
-parameter, and one sum over all processes gives the gradient norm.
+An engine holds this process's stages of a model in their layout, of which one process has the trivial one. Weights are
+computed with in 16 bits where the precision says so; the optimizer gets plain `value`s, fp32 masters of 16-bit weights
+(Micikevicius et al. 2018, section 3.1). After backward the rest of a step is local but for one sum over all processes.
 """
 
 import hashlib
@@ -41,11 +39,8 @@ Mark = Callable[[str], None]  # is told the end of each phase of a step
 
 
 class Engine:
-    """The stages of this process in their layout.
-
-    With `offload`, the micro-batches of a step, the masters are on the host; blocks and head are compiled unless
-    `compiling` is "off". `objective` is pretraining unless given. `memory` is entered where tensors get theirs: a
-    simulation gives none.
+    """The stages of this process. With `offload`, the micro-batches of a step, the masters are on the host. `objective`
+    is pretraining unless given. `memory` is entered where tensors get theirs: a simulation gives none.
     """
 
     def __init__(
@@ -125,11 +120,9 @@ class Engine:
         signal: Callable[[], int] = lambda: 0,
         upcoming: StepBatch | None = None,
     ) -> Tensor:
-        """Forward and backward of all micro-batches: figures of the routers, the mean loss of every term and the norm
-        of the gradient, of the whole batch, and the largest signal that any process has received, on the device.
-
-        `batch` has this process's rows and their counts. With the batch of the next step, `upcoming`, its target
-        counts are summed on the same way. The gradients of the local shards are complete afterwards.
+        """Forward and backward of this process's `batch`: figures of the routers, the mean loss of every term and the
+        norm of the gradient, of the whole batch, and the largest signal that any process has received, on the device.
+        The target counts of the next batch, `upcoming`, are summed on the same way.
         """
         if self.config.dropout:
             self._seed_dropout(step)
@@ -143,24 +136,18 @@ class Engine:
             self.offload.micro_batches = len(micro_batches)
         if self.layout.pipeline > 1:
             self._pipeline(batch).run()
-        else:
-            self._accumulate_alone(len(micro_batches), mark)
+        for index in range(len(micro_batches) if self.layout.pipeline == 1 else 0):
+            last = index == len(micro_batches) - 1
+            if self.sharded:
+                before_backward(self.stages[0], self.layout, last)
+            if self.offload is not None:
+                self.offload.leaving = last or self.layout.world == 1
+            loss = self.stages[0](torch.empty(0))
+            mark("forward")
+            loss.backward()
         self.finish_gradients()
         mark("backward")
         return self._totals(inverse_counts, signal(), upcoming)
-
-    def _accumulate_alone(self, micro_batches: int, mark: Mark) -> None:
-        (stage,) = self.stages
-        nothing = torch.empty(0)
-        for index in range(micro_batches):
-            last = index == micro_batches - 1
-            if self.sharded:
-                before_backward(stage, self.layout, last)
-            if self.offload is not None:
-                self.offload.leaving = last or self.layout.world == 1
-            loss = stage(nothing)
-            mark("forward")
-            loss.backward()
 
     def _pipeline(self, batch: StepBatch) -> Any:
         from .parallel.pipeline import Pipeline  # torch's schedules take a second to import
@@ -181,10 +168,9 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[dict[str, np.ndarray]], mask_fraction: float) -> Tensor:
-        """Sums of validation batches over all processes, (5,) float64 on the host: see `loss.FIGURES`.
-
-        Every process gives the whole batches and computes its part. Missing rows and ends are filled up without
-        targets. Nothing is waited for before the last batch, so each stage of a pipeline has one of its own.
+        """Sums of validation batches over all processes, (5,) float64 on the host: see `loss.FIGURES`. Every process
+        gives the whole batches and computes its part. Missing rows and ends are filled up without targets. Nothing is
+        waited for before the last batch, so each stage of a pipeline has one of its own.
         """
         heads, figures = [stage.head for stage in self.stages], self.objective.figures
         assert figures is not None, "an objective that measures otherwise"
@@ -240,10 +226,7 @@ class Engine:
 
     @torch.no_grad()
     def _totals(self, inverse_counts: Tensor, signal: int, upcoming: StepBatch | None) -> Tensor:
-        """What `accumulate` returns, float64, by one sum over all processes.
-
-        Every loss and every element counts once.
-        """
+        """What `accumulate` returns, float64, by one sum over all processes; every loss and element counts once."""
         terms = len(inverse_counts)
         known = 1 + 2 * terms + len(SIGNALS)
         everything = torch.zeros(known + len(self.routers.totals), dtype=torch.float64, device=self.device)
@@ -289,9 +272,8 @@ class Engine:
     def update(
         self, optimizer: torch.optim.Optimizer, factor: float | Tensor, finite: Tensor | None = None
     ) -> None:
-        """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now.
-
-        With `finite`, of the device like `factor`, torch's fused AdamW does so itself, and nothing where it is false.
+        """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now. With
+        `finite`, of the device like `factor`, torch's fused AdamW does so itself, and nothing where it is false.
         """
         if self.offload is not None:
             assert isinstance(factor, float), "decided by the host"
@@ -354,9 +336,7 @@ class Engine:
         return _gradients(self.local_shards)
 
     def states(self) -> dict[str, Tensor]:
-        """What else of this process must be in a checkpoint, by unique names; not copies: what compressed gradients
-        still owe. Dropout starts each step from its number.
-        """
+        """What else of this process must be in a checkpoint, by unique names: what compressed gradients still owe."""
         if self.communication_hook is None:
             return {}
         kept = self.communication_hook.kept
@@ -386,10 +366,8 @@ class Engine:
             self.communication_hook.rescale(factor)
 
     def _seed_dropout(self, step: int) -> None:
-        """Start this process's dropout stream of a step.
-
-        With sequence parallelism no two processes compute the same dropout, so each has a stream of its own:
-        a function of (seed, step, rank). Masks are therefore those of the layout.
+        """Start this process's dropout stream of a step, a function of (seed, step, rank): with sequence parallelism no
+        two processes compute the same dropout. Masks are therefore those of the layout.
         """
         digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

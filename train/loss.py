@@ -1,19 +1,13 @@
 """The losses: sums over targets, and what a validation counts, with the vocabulary whole or cut over the tensor axis.
 
-Cross-entropy is a sum over targets in float32 (float64 stays float64). Of a large vocabulary the last matrix product
-and the softmax go together, over slices of the positions: nothing holds the logits of all positions, nor their
-gradient. A slice's gradient by its logits is computed beside its loss, in place of them. Where one slice is all, it
-is kept; of several slices the gradients of the hidden states and of the matrix are kept instead, so no product is
-done twice (the way of Liger's kernel, Hsu et al. 2024). Losses, and products of several slices, are added up in
-float32 at least: the loss of torch's own `linear_cross_entropy` is a bf16 number in bf16, useless for a curve. With a
-cut vocabulary the softmax is normalised by sums over the axis (Shoeybi et al. 2019, section 3).
-
-On a GPU the matrix has a multiple of 64 rows (NVIDIA's guide to matrix products asks for whole tiles, and 50,257 is
-odd): `pad_vocabulary` puts rows of zeros below it that no word has. The engine publishes, moves and saves the words'
-rows alone, and the softmax sees their columns.
+Of a large vocabulary the last matrix product and the softmax go together, over slices of the positions: nothing holds
+the logits of all positions, nor their gradient, which is computed beside the loss and in place of them. Where one
+slice is all, it is kept; of several the gradients of the hidden states and of the matrix are kept instead, so no
+product is done twice (the way of Liger's kernel, Hsu et al. 2024). Sums are in float32 at least: the loss of torch's
+own `linear_cross_entropy` is a bf16 number in bf16, useless for a curve.
 
 Shape letters: B batch, S positions of a row (of this context part), P of this tensor process, T = B x S, W width, N
-predicted positions, V vocabulary (of this process), A the same with the rows of zeros.
+predicted positions, V vocabulary (of this process), A the same with rows of zeros (`pad_vocabulary`).
 """
 
 from collections.abc import Callable
@@ -61,8 +55,9 @@ class Words:
 
 
 def pad_vocabulary(model: Model, device: torch.device) -> None:
-    """Give the matrix of the head, and its bias, whole tiles of rows. The model, perhaps cut, is on the meta device:
-    whoever fills it makes the rows below its words 0.
+    """Give the matrix of the head, and its bias, whole tiles of rows (NVIDIA's guide to matrix products; 50,257 is
+    odd). The model, perhaps cut, is on the meta device: whoever fills it makes the rows below its words 0. The engine
+    moves and saves the words' rows alone, and the softmax sees their columns.
     """
     output = getattr(model, "output", None)
     owners = (model.token_table, "weight"), (output, "weight"), (output, "bias"), (model, "mlm_bias")
@@ -84,7 +79,8 @@ def softmax_loss(
 ) -> Tensor:
     """Sum of the cross-entropies of all words, the same on every process; the logits become the gradient by them.
 
-    On a CPU a few rows at a time; with a cut vocabulary all, for they are summed over the axis together.
+    On a CPU a few rows at a time; with a cut vocabulary all, for the softmax is normalised by sums over the axis
+    (Shoeybi et al. 2019, section 3).
     """
     wide, cut = wide_dtype(logits_NV.dtype), words.axis.group is not None
     rows = CHUNK_LOGITS // words.count if logits_NV.device.type == "cpu" and not cut else len(logits_NV)
@@ -130,8 +126,8 @@ def head_loss_sum(
     if words.axis.group is None and not smoothing and words.size < LARGE_VOCABULARY:
         logits_NA = linear(hidden_NW, weight_AW, bias_A)
         logits_NA = torch.tanh(logits_NA / softcap) * softcap if softcap else logits_NA
-        whole = words.count == logits_NA.shape[1]  # backward of a slice would copy
-        return cross_entropy_sum(logits_NA if whole else logits_NA[:, : words.count], targets_N)
+        whole = words.size == logits_NA.shape[1]  # backward of a slice would copy
+        return cross_entropy_sum(logits_NA if whole else logits_NA[:, : words.size], targets_N)
     if not torch.is_grad_enabled():
         hidden_NW, weight_AW = hidden_NW.detach(), weight_AW.detach()
         bias_A = None if bias_A is None else bias_A.detach()
@@ -233,11 +229,8 @@ def router_sums(routing: Routing, chosen_RE: Tensor) -> Tensor:
 
 
 def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:
-    """The sums of masked-token losses, with their labels smoothed, and of sentence-pair losses: (2,).
-
-    Each head runs where it has targets: `predicted` (N,) are the masked places in the flattened rows and
-    `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence
-    pairs.
+    """The sums of masked-token losses, with their labels smoothed, and of sentence-pair losses: (2,). Each head runs at
+    the places in the flattened rows that have targets, `predicted` (N,) and `pairs`.
     """
     hidden_TW, words = _whole_rows(hidden_BPW, axis), Words(model.config.vocab_size, axis)
     features_NW = model.mlm_features(hidden_TW.index_select(0, batch["predicted"]))

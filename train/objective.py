@@ -1,9 +1,5 @@
-"""What a model learns: its sums of losses, the counts they are divided by, and the batches of a step.
-
-Every objective is a sum over targets divided by the count of targets in the whole batch, so the loss and its
-gradient do not depend on how the batch is split into micro-batches or spread over processes. BERT has two
-sums, masked tokens and sentence pairs, each with its own count. Batches are prepared outside the step (numpy,
-another thread); a term without any target in the batch counts as 0 and never as NaN.
+"""What a model learns: sums of losses, each divided by the count of its targets in the whole batch, so that neither the
+loss nor its gradient depends on micro-batches or processes; and the batches of a step, made in numpy in another thread.
 
 Letters: B rows, S tokens in a row, N predicted positions.
 """
@@ -66,10 +62,9 @@ def prepare(
     context: Axis = ALONE,
     processes: int = 1,
 ) -> StepBatch:
-    """Split the rows of one step into micro-batches and count their targets. Runs outside the step, in numpy.
-
-    With `unpad` a micro-batch with much padding is one row (1, T) of its real tokens. Of each row the part on the
-    `context` axis is prepared. So many `processes` have as many rows, and about as many tokens and sequences.
+    """Split the rows of one step into micro-batches and count their targets. With `unpad` a micro-batch with much
+    padding is one row (1, T) of its real tokens. Of each row the part on the `context` axis is prepared. So many
+    `processes` have as many rows, and about as many tokens and sequences.
     """
     total = len(rows["input_ids"])
     numbers = documents_of(rows)
@@ -112,8 +107,7 @@ def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:
     """Targets as places and values."""
     targets = rows.pop("targets")
-    rows_here, length = targets.shape
-    step, _ = prepared_places(rows_here, length, mask_fraction)
+    step, _ = prepared_places(*targets.shape, mask_fraction)
     rows["predicted"], rows["predicted_targets"] = places_of(targets, step)
     if "nsp_targets" in rows:
         pairs = rows.pop("nsp_targets")
@@ -125,14 +119,11 @@ def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str,
 
 
 def bound_documents(rows: dict[str, np.ndarray], unpad: bool = False) -> dict[str, np.ndarray]:
-    """The numbers of documents, or the mask of real tokens, as the bounds of runs of tokens.
-
-    In both, what belongs together is a run of a row; padding is a run of its own. The count of bounds is
-    filled up to a power of two by empty documents: a compiled step meets few shapes.
+    """The numbers of documents, or the mask of real tokens, as the bounds of runs of tokens; padding is a run of its
+    own. Their count is filled up to a power of two by empty documents: a compiled step meets few shapes.
     """
     if ROW_DOCUMENTS in rows:
-        whole_rows = rows.pop(ROW_DOCUMENTS)
-        rows["document_bounds"] = _chunk_bounds(whole_rows, rows["input_ids"].shape[1] // 2)
+        rows["document_bounds"] = _chunk_bounds(rows.pop(ROW_DOCUMENTS), rows["input_ids"].shape[1] // 2)
         return rows
     numbers, packed = documents_of(rows), "document_ids" in rows
     rows = {name: values for name, values in rows.items() if name not in ("document_ids", "attention_mask")}
@@ -176,9 +167,8 @@ def _room(numbers_BS: np.ndarray) -> int:
 
 
 def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, room: int) -> np.ndarray:
-    """Leave the padding out of the rows, in place; which tokens of the new row begin a document.
-
-    What room is left is filled up by documents of padding, none longer than a row was.
+    """Leave the padding out of the rows, in place; which tokens of the new row begin a document. What room is left is
+    filled up by documents of padding, none longer than a row was.
     """
     count, length = rows["input_ids"].shape
     rows.setdefault("positions", np.tile(np.arange(length), (count, 1)))
@@ -197,9 +187,8 @@ def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, ro
 
 
 def places_of(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places (N,) of the targets in the flattened rows and the targets there, with IGNORED to a multiple of `quantum`.
-
-    So a compiled step meets a handful of shapes: for masked tokens it is a quarter of the most there can be.
+    """Places (N,) of the targets in the flattened rows and the targets there, with IGNORED to a multiple of `quantum`
+    (of masked tokens a quarter of the most there can be): a compiled step meets a handful of shapes.
     """
     found = np.flatnonzero(targets != IGNORED)
     room = max(-(-len(found) // quantum), 1) * quantum

@@ -1,6 +1,5 @@
-"""One pipeline stage: the whole model's class without the parts of other stages, and the loss at its end.
-
-Without a pipeline there is one stage and it is the model. Built on the meta device, then cut, then given
+"""One pipeline stage: the whole model's class without the parts of other stages, the loss at its end, and what its
+routers say. Without a pipeline there is one stage and it is the model. Built on the meta device, then cut, then given
 memory: no process ever holds more than its part.
 
 Shape letters: B batch, S positions of a row, P those of this process, W width.
@@ -25,11 +24,9 @@ ROUTER_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "expert_imb
 
 
 class Stage(nn.Module):
-    """Maps the micro-batch it is at, and the activations of the stage before, to activations or to the loss.
-
-    `load` gives it the micro-batches of a step; every schedule runs a stage's forwards in their order, so a
-    counter tells which one is meant. `sums` collects what `head` computes on the last stage: the losses,
-    (terms,) each.
+    """Maps the micro-batch it is at, and the activations of the stage before, to activations or to the loss. Every
+    schedule runs a stage's forwards in their order, so a counter tells which micro-batch is meant. `sums` collects what
+    `head` computes on the last stage: the losses, (terms,) each.
     """
 
     def __init__(self, model: Model, index: int, mesh: Mesh, head: Sums) -> None:

@@ -1,9 +1,8 @@
-"""One optimizer step: micro-batches, sum of losses over the global target count, clip, update or skip.
+"""One optimizer step: forward and backward, then clip and update, or skip.
 
-Losses, gradient norm and what signals the processes have received are read together; in a layout they have been summed
-by one small collective. A CPU decides by them whether to clip or to skip. On a GPU with AdamW the device decides, in
-the optimizer's own kernel, and nothing waits: the figures go to the host behind the update, and who trains reads them
-when the next step is under way (`launch_step`). Other optimizers, compressed sums and offload are decided by the host.
+Losses, gradient norm and signals are read together. A CPU decides by them whether to clip or to skip. On a GPU with
+AdamW the device decides, in the optimizer's own kernel, and nothing waits: the figures go to the host behind the update
+and are read when the next step is under way. Other optimizers, compressed sums and offload are decided by the host.
 """
 
 import math

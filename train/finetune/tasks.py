@@ -24,9 +24,8 @@ from ...models.sentence import MEAN, Sentence
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum
 from ..objective import Objective, bound_documents, places_of
 from ..parallel.mesh import Axis
-from . import metrics
 from .recipe import FinetuneRecipe
-from .records import Record, Row, collate, fields_of, pair_row
+from .records import Record, Row, classification, collate, fields_of, pair_row, squad, tagging
 
 
 @dataclass
@@ -133,7 +132,7 @@ class Classification(Task):
         for logits, batch in self.answers(model, records, device):
             predicted += logits.argmax(-1).tolist()
             right += batch["targets"].tolist()
-        return metrics.classification(predicted, right, len(self.labels))
+        return classification(predicted, right, len(self.labels))
 
 
 @dataclass
@@ -170,7 +169,7 @@ class TokenClassification(Task):
                 kept = [place for place, target in enumerate(were) if target != IGNORED]
                 predicted.append([self.labels[said[place]] for place in kept])
                 right.append([self.labels[were[place]] for place in kept])
-        return metrics.tagging(predicted, right)
+        return tagging(predicted, right)
 
 
 @dataclass
@@ -223,7 +222,7 @@ class QuestionAnswering(Task):
                 context = records[number]["context"]
                 best[number] = (score, context[offsets[first, 0] : offsets[last, 1]])
         answers = [[text for _, text in record["answers"]] for record in records]
-        return metrics.squad([text for _, text in best], answers)
+        return squad([text for _, text in best], answers)
 
 
 def best_span(start: np.ndarray, end: np.ndarray, longest: int) -> tuple[float, int, int]:
