@@ -20,10 +20,6 @@ from ...core.console import amount, cell, say
 from ...core.errors import WrongUse, did_you_mean, download_hint
 from ...core.hardware import chips, machine
 from ...core.recipe import build_recipe, dump_toml, load_recipe
-from ...data.ingest.inputs import expand_inputs
-from ...data.ingest.readers import ReadOptions
-from ...data.ingest.sample import sample
-from ...data.train_tokenizer import train_tokenizer
 from ...models.config import ModelConfig, family_of
 from ...models.presets import preset
 from ...planner.memory import capacity_bytes
@@ -181,6 +177,11 @@ def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
     reads the text at most MOST_EPOCHS times, else the shortest with fewer steps. Its tokenizer is made in the run's
     cache, unless the weights that the run begins with have one. What is picked and why is said.
     """
+    from ...data.ingest.inputs import expand_inputs
+    from ...data.ingest.readers import ReadOptions
+    from ...data.ingest.sample import sample
+    from ...data.train_tokenizer import train_tokenizer
+
     if has_weights:
         fix = "throughline recipe new --from DIRECTORY --data TOKENS"
         raise WrongUse("a recipe is picked for new weights alone", where="--init-from", fix=fix)
