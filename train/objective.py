@@ -107,12 +107,13 @@ def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:
     """Targets as places and values."""
     targets = rows.pop("targets")
-    step, _ = prepared_places(*targets.shape, mask_fraction)
+    count, length = targets.shape
+    step, _ = prepared_places(count, length, mask_fraction)
     rows["predicted"], rows["predicted_targets"] = places_of(targets, step)
     if "nsp_targets" in rows:
         pairs = rows.pop("nsp_targets")
         if pairs.ndim == 1:  # one pair to a row: its [CLS] is the first token
-            rows["pairs"], rows["pair_targets"] = np.arange(len(pairs)) * targets.shape[1], pairs
+            rows["pairs"], rows["pair_targets"] = np.arange(count) * length, pairs
         else:
             rows["pairs"], rows["pair_targets"] = places_of(pairs, len(pairs))
     return rows
