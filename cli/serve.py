@@ -139,12 +139,10 @@ def command(
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
     from ..core.console import warn
+    from ..inference.serving.accounts import ServerLimits, Telemetry, Traces, read_keys
     from ..inference.serving.catalogue import Catalogue
-    from ..inference.serving.limits import ServerLimits, read_keys
     from ..inference.serving.listen import LOOPBACK, bind, run
     from ..inference.serving.server import Server, build_app
-    from ..inference.serving.telemetry import Telemetry
-    from ..inference.serving.traces import Traces
 
     if not (paths or models_dir):
         raise WrongUse("there is no model to serve", fix="give the path of one, or --models-dir")

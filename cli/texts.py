@@ -60,8 +60,7 @@ def generate(
     """
     from ..inference.runtimes.sampling import Sampling
     from ..inference.serving.generation import NO_IDS, Job
-    from ..inference.serving.offline import generate_file
-    from ..inference.serving.texts import continue_text
+    from ..inference.serving.offline import continue_text, generate_file
 
     most, stop, samples = (asked.pop(name) for name in ("max_tokens", "stop", "samples"))
     if not all(stop):
@@ -126,7 +125,7 @@ def embed(
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
     """
     from ..data.ingest.inputs import check_no_markup
-    from ..inference.serving.texts import embed_texts
+    from ..inference.serving.offline import embed_texts
 
     if file != "-" and not Path(file).is_file():
         fix = "give a text file with one text per line, or - for standard input"

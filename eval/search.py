@@ -22,7 +22,7 @@ from ..core.errors import MissingExtra, WrongUse
 from ..core.files import json_lines
 from ..data.records import table
 from ..inference.serving.encoding import Reader, embed
-from ..inference.serving.texts import open_text_model
+from ..inference.serving.offline import open_text_model
 
 NDCG_AT, RECALL_AT = 10, (5, 10, 100)
 QRELS = ("query-id", "corpus-id", "score")

@@ -1,10 +1,8 @@
-"""What the server accepts: request bodies in OpenAI's shape, with the samplers that its clients pass as extra
-fields.
+"""What the server accepts: request bodies in OpenAI's shape, with the samplers that its clients pass as extra fields.
 
 - A field that is null counts as left out.
-- A field of OpenAI's that is missing here is accepted at the value that changes nothing and otherwise refused
-  by name; an unknown one is refused with the nearest known one. Nothing is ignored in silence: a misspelt
-  `temprature` would otherwise go unnoticed.
+- A field of OpenAI's that is missing here is accepted at the value that changes nothing and otherwise refused by name;
+  an unknown one is refused with the nearest known one. Nothing is ignored in silence.
 """
 
 import re
@@ -32,9 +30,9 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Biases = Annotated[dict[TokenId, Bias], Meta(max_length=1024, description="By token id, added to the logit.")]
 Last = Annotated[int, Meta(ge=-1, description="Keep so many at the end; -1 = what the context takes.")]
 First = Annotated[int, Meta(ge=1, description="The first ones of each vector (Matryoshka).")]
-Prompt = Annotated[
-    str, Meta(max_length=100, description="Which of the model's prompts stands before each text.")
-]
+NAMED = "Which of the model's prompts stands before each text."
+Prompt = Annotated[str, Meta(max_length=100, description=NAMED)]
+Fits = Annotated[int, Meta(ge=1, description="Default: as many as fit the context.")]
 Cut = Annotated[bool, Meta(description="Read the beginning of what is too long.")]
 
 
@@ -159,30 +157,45 @@ class CompletionBody(Generation, kw_only=True):
     echo: Annotated[bool, Meta(description="The prompt comes first, with logprobs its tokens too.")] = False
 
 
-class ContentPart(Strict):
-    """A part of a message."""
+class Part(Strict):
+    """A part of a message: of a chat's, or of one to or from /v1/responses."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+    annotations: tuple[()] | None = None
+    logprobs: tuple[()] | None = None
 
 
-class ChatMessage(Strict):
+class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[ContentPart] | None = ""
+    content: Text | list[Part] | None = ""
     name: str | None = None
-    # Of OpenAI's answers, which clients send back: what says nothing.
+
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class ChatMessage(Message):
+    """A message of a chat, with those fields of OpenAI's answers, which clients send back, that say nothing."""
+
     refusal: None = None
     function_call: None = None
     audio: None = None
     tool_calls: tuple[()] | None = None
     annotations: tuple[()] | None = None
 
-    def text(self) -> str:
-        """The content as one text."""
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+class Item(Message):
+    """A message of `input`: a client's own, or one of an answer that it sends back."""
+
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: None = None
 
 
 class ChatBody(Generation, kw_only=True):
@@ -203,35 +216,10 @@ class ChatBody(Generation, kw_only=True):
     }
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1000)]
-    max_tokens: Annotated[int, Meta(ge=1, description="Default: as many as fit the context.")] | None = None
+    max_tokens: Fits | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, description="Another name of max_tokens.")] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-
-
-class ItemPart(Strict):
-    """A part of an item of `input`."""
-
-    type: Literal["input_text", "output_text"]
-    text: Text
-    annotations: tuple[()] | None = None
-    logprobs: tuple[()] | None = None
-
-
-class Item(Strict):
-    """A message of `input`: a client's own, or one of an answer that it sends back."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[ItemPart]
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-    phase: None = None
-
-    def text(self) -> str:
-        """The content as one text."""
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class TextFormat(JsonSchema, kw_only=True):
@@ -268,9 +256,7 @@ class ResponsesBody(Generation, kw_only=True):
 
     input: Text | Annotated[list[Item], Meta(min_length=1, max_length=1000)]
     instructions: Annotated[Text, Meta(description="Of the system, before the input.")] | None = None
-    max_output_tokens: (
-        Annotated[int, Meta(ge=1, description="Default: as many as fit the context.")] | None
-    ) = None
+    max_output_tokens: Fits | None = None
     text: TextOptions | None = None
     n: Literal[1] = 1
 
@@ -280,26 +266,27 @@ class ResponsesBody(Generation, kw_only=True):
             self.response_format = ResponseFormat(type=shape.type, json_schema=schema)
 
 
-class EmbeddingBody(Body, kw_only=True):
-    """POST /v1/embeddings."""
+class Embedding(Body):
+    """What both endpoints of embeddings share."""
 
-    input: Texts
     dimensions: First | None = None
     truncate: Cut = False
     prompt_name: Prompt | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    pooling: Pooling | None = None
     normalize: Annotated[bool, Meta(description="Scale each vector to length 1.")] = True
 
 
-class EmbedBody(Body, kw_only=True):
+class EmbeddingBody(Embedding, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Pooling | None = None
+
+
+class EmbedBody(Embedding, kw_only=True):
     """POST /embed, as Text Embeddings Inference has it."""
 
     inputs: Texts
-    dimensions: First | None = None
-    normalize: bool = True
-    truncate: Cut = False
-    prompt_name: Prompt | None = None
 
 
 class FillMaskBody(Body, kw_only=True):

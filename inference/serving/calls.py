@@ -1,11 +1,17 @@
-"""One request: its body, read from the bytes, the model that answers it, and its deadline."""
+"""One request: its body, taken within bounds of time and bytes and read field by field, the size of each field bounded
+before its values become objects; the model that answers it; its deadline.
+
+Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`: 400 for what a request gets wrong, 401
+for a missing or wrong key, 404 for an unknown model, 408 for a body that does not come, 413 for one that is too large,
+429 with Retry-After for a full queue, 503 while a model is not there, 504 for an answer that takes too long.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import re
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
-from inspect import getdoc
-from typing import Any, TypeVar, get_type_hints
+from functools import lru_cache, wraps
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -14,21 +20,41 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.console import say
-from ...core.errors import Failed, ThroughlineError, WrongUse
+from ...core.errors import Failed, ThroughlineError, WrongUse, did_you_mean
 from ...core.hardware import usable_cores
-from ...core.version import version
-from .bodies import Budget, read
-from .catalogue import Catalogue
-from .limits import ServerLimits
+from .accounts import ServerLimits, Telemetry, Watch
+from .api_types import Body, Ids, Text, Texts
+from .catalogue import Catalogue, absent
 from .served import ServedModel
-from .telemetry import Telemetry, Watch
 
 INLINE = 4000  # characters or numbers, that the event loop reads or writes in a millisecond
 # Endpoints that whatever answers another one answers.
 SAME = {"/v1/score": "/v1/embeddings", "/embed": "/v1/embeddings", "/rerank": "/v1/rerank"}
 SAME |= {"/v1/responses": "/v1/chat/completions"}
+SHAPES = {b'"': Text, b'["': Annotated[list[Text], msgspec.Meta(min_length=1)], b"[[": list[Ids]}
+# Fields as long as a body may be.
+LONG = {
+    "prompt",
+    "input",
+    "inputs",
+    "messages",
+    "query",
+    "documents",
+    "texts",
+    "text_1",
+    "text_2",
+    "instructions",
+}
+FIELD_BYTES = {"tokens": 1 << 19} | dict.fromkeys(LONG, 1 << 62)
+SMALL_BYTES = 1 << 16  # of any other field
+MOST_IDS = 1 << 19  # of a request: Python's lists of two million take the event loop 30 ms
+MOST_PROBLEMS = 8  # told of one body
+FREE_BYTES = 1 << 14  # of each body, which the budget leaves out: large ones must not shut small ones out
+UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}  # of errors, by status
 _beside = ThreadPoolExecutor(max(1, usable_cores() - 1), "beside")  # each works on a megabyte of text at most
 Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=Body)
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -36,12 +62,28 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = "invalid_api_key" if status == 401 else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def told(error: ThroughlineError) -> Response:
+    """One of our errors as an answer; what the user did not cause says nothing of our insides."""
+    wrong = isinstance(error, WrongUse)
+    status, param = (400, error.where or None) if wrong else (500, None)
+    message = "; ".join(part for part in (error.what, error.why if wrong else "", error.fix) if part)
+    return json_response(error_body(status, message, param), status)
+
+
 class Server:
     """The models and what all endpoints share."""
 
     def __init__(self, catalogue: Catalogue, limits: ServerLimits, telemetry: Telemetry) -> None:
         self.catalogue, self.limits, self.telemetry = catalogue, limits, telemetry
-        self.draining, self.bodies = asyncio.Event(), Budget(limits)
+        self.draining = asyncio.Event()
+        self.held = 0  # bytes of all bodies that are held now
         self.failure: ThroughlineError | None = None
         self.place = ""  # where it listens, for people
 
@@ -60,32 +102,52 @@ class Server:
             failed = Failed("a model cannot be served", why=why)
             self.failure = error if isinstance(error, ThroughlineError) else failed
 
-    def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
-        """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or
-        WrongUse.
+    async def take(self, request: Request) -> bytearray:
+        """The body of a request. Raises HTTPException: 413 when it is too large, 408 when it does not come, 503 when
+        too much is held.
         """
-        tokens_only = endpoint in ("/tokenize", "/detokenize")
-        fitting = [
-            model for model in self.models if tokens_only or SAME.get(endpoint, endpoint) in model.endpoints
-        ]
-        if name is None:
-            if len(fitting) != 1:
-                if waiting := next((model for model in self.models if not model.ready), None):
-                    waiting.free(0)
-                names = ", ".join(model.name for model in fitting) or "none"
-                why = f"{len(fitting)} models answer {endpoint}: {names}"
-                raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
-            found = fitting[0]
-        else:
-            found = self.catalogue.find(name)
+        limits, watch = self.limits, request.state.watch
+        large = HTTPException(413, f"the request body is larger than {limits.body_bytes:,} bytes")
+        if int(request.headers.get("content-length", 0)) > limits.body_bytes:
+            raise large
+        come = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_s):
+                async for part in request.stream():
+                    come += part
+                    if len(come) > limits.body_bytes:
+                        raise large
+                    counted = max(0, len(come) - FREE_BYTES) - watch.held
+                    if self.held + counted > limits.bodies_bytes:
+                        text = "the bodies of other requests fill the memory for them; try again in 1 s"
+                        raise HTTPException(503, text, {"Retry-After": "1"})
+                    self.held += counted
+                    watch.held += counted
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {limits.body_s:g} s") from None
+        watch.body_read = True
+        return come
+
+    def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
+        """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or WrongUse."""
+        tokens_only, wanted = endpoint in ("/tokenize", "/detokenize"), SAME.get(endpoint, endpoint)
+        fitting = [model for model in self.models if tokens_only or wanted in model.endpoints]
+        named = fitting if name is None else [model for model in self.models if model.name == name]
+        if name is not None and not named:
+            raise absent(name)
+        if len(named) != 1:
+            if waiting := next((model for model in self.models if not model.ready), None):
+                waiting.free(0)
+            names = ", ".join(model.name for model in fitting) or "none"
+            why = f"{len(fitting)} models answer {endpoint}: {names}"
+            raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
+        found = named[0]
         watch.model = found.name
         # A full queue is known before anything is tokenised.
         found.free(0 if tokens_only else 1)
         if found not in fitting:
-            kind = "GPT" if found.causal else "BERT"
-            what = f"{found.name} is a {kind} and does not answer {endpoint}"
-            chat = SAME.get(endpoint, endpoint) == "/v1/chat/completions"
-            why = "it has no chat template" if chat and found.causal else ""
+            what = f"{found.name} is a {'GPT' if found.causal else 'BERT'} and does not answer {endpoint}"
+            why = "it has no chat template" if wanted == "/v1/chat/completions" and found.causal else ""
             raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
         return found
 
@@ -154,41 +216,72 @@ def with_body(server: Server, path: str, endpoint: Callable[..., Coroutine[Any, 
 
     @wraps(endpoint)
     async def answer(request: Request) -> Response:
-        raw = await server.bodies.take(request)
+        raw = await server.take(request)
         # A web page may send any other type to any server without asking it first.
-        if not is_json(request.headers.get("content-type", "")):
+        said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not re.fullmatch(r"application/(.+\+)?json", said):
             fix = "send the header Content-Type: application/json"
             raise WrongUse("the body is not said to be JSON", where="body", fix=fix)
-        return await endpoint(request, read(kind, raw, server.limits.queue))
+        return await endpoint(request, read(kind, raw, server.limits))
 
     return Route(path, answer, methods=["POST"])
 
 
-def is_json(content_type: str) -> bool:
-    """Whether this is application/json or a type built on it."""
-    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
-    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kind:
+    """A body of this kind. Raises WrongUse."""
+    fields, parts = _read_by(kind)
+    try:
+        given = parts.decode(body)
+    except UNREADABLE as error:
+        if "unknown field" not in str(error):
+            raise WrongUse("the body cannot be read", where="body", why=str(error)) from None
+        name = str(error).split("`")[1][:100]
+        fix = did_you_mean(name, [*fields, *kind.missing], f"known: {', '.join(fields)}")
+        raise WrongUse(f"unknown field {name!r}", where=name, fix=fix) from None
+    problems, kept = {}, {}
+    for name in given.__struct_fields__:
+        raw = bytes(getattr(given, name)).strip()
+        if raw != b"null":
+            try:
+                kept[name] = _value(name, fields[name].type if name in fields else Any, raw, limits)
+            except UNREADABLE as error:
+                problems[name] = str(error)
+        elif name in fields and fields[name].required:
+            problems[name] = "Field required"
+    for name, neutral in kind.missing.items():
+        if name in kept and kept.pop(name) not in neutral:
+            worth = " or ".join(map(repr, neutral))
+            fix = f"leave it out{f' or give {worth}' if worth else ''}"
+            raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
+    if problems:
+        said = [f"{name}: {why}" for name, why in problems.items()][:MOST_PROBLEMS]
+        raise WrongUse("; ".join(said), where=next(iter(problems)))
+    return kind(**kept)
 
 
-def openapi(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI description of these routes."""
-    shown = [route for route in routes if route.include_in_schema]
-    kinds = [get_type_hints(route.endpoint).get("body") for route in shown]
-    known = [kind for kind in kinds if kind]
-    refs, schemas = msgspec.json.schema_components(known, ref_template="#/components/schemas/{name}")
-    shapes = dict(zip(known, refs))
-    paths: dict[str, Any] = {}
-    for route, kind in zip(shown, kinds):
-        about: dict[str, Any] = {"summary": route.name.replace("_", " ").capitalize()}
-        about["operationId"] = route.name
-        about |= {"description": getdoc(route.endpoint), "responses": {"200": {"description": "The answer."}}}
-        if route.param_convertors:
-            given = {"in": "path", "required": True, "schema": {"type": "string"}}
-            about["parameters"] = [{"name": name, **given} for name in route.param_convertors]
-        if kind:
-            content = {"application/json": {"schema": shapes[kind]}}
-            about["requestBody"] = {"required": True, "content": content}
-            about["responses"]["4XX"] = {"description": "An error in OpenAI's shape."}
-        paths[route.path_format] = {"post" if kind else "get": about}
-    info = {"title": "Throughline", "version": version()}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+@lru_cache(None)  # evaluating the annotations takes longer than reading a small body
+def _read_by(kind: type[Body]) -> tuple[dict[str, Any], Any]:
+    """The fields of a body, and what reads each as bytes, up to the first that is unknown."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    parts: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in (*fields, *kind.missing)]
+    return fields, msgspec.json.Decoder(msgspec.defstruct("Parts", parts, forbid_unknown_fields=True))
+
+
+def _value(name: str, kind: Any, raw: bytes, limits: ServerLimits) -> Any:
+    """The value of a field, made when it is known to be small enough."""
+    if len(raw) > FIELD_BYTES.get(name, SMALL_BYTES):
+        raise ValueError(f"larger than {FIELD_BYTES.get(name, SMALL_BYTES):,} bytes")
+    opening = raw[:1] + raw[1:].lstrip()[:1] if raw[:1] == b"[" else raw[:1]
+    # Texts that end in a backslash count half.
+    count = {b'["': (raw.count(b'"') - raw.count(b'\\"')) // 2, b"[[": raw.count(b"[") - 1}.get(opening, 0)
+    limits.check_texts(count if name in LONG else 0, name)
+    if name in ("messages", "input") and raw.count(b'"role"') > 1000:
+        raise ValueError("more than 1000 messages")
+    if kind != Texts:
+        return msgspec.json.decode(raw, type=kind)
+    if opening[:1] == b"[" and opening != b'["' and raw.count(b",") >= MOST_IDS:
+        raise ValueError(f"more than {MOST_IDS:,} token ids")
+    value = msgspec.json.decode(raw, type=SHAPES.get(opening, Ids))
+    texts = value if opening in (b'["', b"[[") else [value]
+    limits.check_texts(len(texts), name)
+    return texts

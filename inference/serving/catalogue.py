@@ -20,7 +20,7 @@ from ...core.console import say, warn
 from ...core.errors import WrongUse
 from ...train.checkpoints.finding import locate
 from ..runtimes.source import no_model
-from .limits import LIMITS, ServerLimits, later
+from .accounts import LIMITS, ServerLimits, later
 from .remote import Remote
 from .served import ServedModel
 
@@ -108,7 +108,7 @@ class Catalogue:
         """The model of that name. Raises HTTPException 404."""
         found = next((model for model in self.models if model.name == name), None)
         if found is None:
-            raise HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")
+            raise absent(name)
         return found
 
     def describe(self) -> list[dict[str, Any]]:
@@ -201,3 +201,8 @@ class Catalogue:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def absent(name: str) -> HTTPException:
+    """There is no model of that name."""
+    return HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")

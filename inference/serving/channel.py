@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ...core.backend import BackendOptions
+from ...core.console import warn
 from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
 from .encoding import Encoding
 from .generation import Job, TextDelta
@@ -20,7 +21,6 @@ from .generation import Job, TextDelta
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18
 KINDS = {"WrongUse": WrongUse, "MissingExtra": WrongUse, "Refused": Refused}
-
 Work = Job | Encoding
 
 
@@ -39,9 +39,8 @@ class Ask(msgspec.Struct, tag=True):
 
     first: int
     work: list[Work]
-    due_s: float = (
-        0.0  # time.monotonic() by which its first answer is queued; the more it asks for, the later the rest
-    )
+    # time.monotonic() by which its first answer is queued; the more it asks for, the later the rest
+    due_s: float = 0.0
     tenant: str = ""  # whose earlier prompts may be known
 
 
@@ -57,10 +56,6 @@ class Ready(msgspec.Struct, tag=True):
     facts: dict[str, Any]
 
 
-class Beat(msgspec.Struct, tag=True):
-    """The model's process lives: its loop has come round."""
-
-
 class Broken(msgspec.Struct, tag=True):
     """An error in the place of these answers; of none of them: the model cannot be opened."""
 
@@ -70,7 +65,9 @@ class Broken(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, error: Exception, numbers: list[int]) -> "Broken":
-        """As a message can carry it."""
+        """As a message can carry it; the log has what clients do not hear."""
+        if numbers and not isinstance(error, WrongUse):
+            warn(f"{len(numbers)} answers failed: {type(error).__name__}: {error}")
         if not isinstance(error, ThroughlineError):  # of an answer, a client hears nothing of our insides
             what = "the model failed on this answer" if numbers else f"{type(error).__name__}: {error}"
             return cls(numbers, "Failed", {"what": what})
@@ -92,7 +89,7 @@ class Made(msgspec.Struct, array_like=True):
 
 
 class Turn(msgspec.Struct, tag=True):
-    """What a step of a batch made."""
+    """What a step of a batch made; nothing is a sign of life."""
 
     made: list[Made]
 
@@ -107,7 +104,7 @@ class Read(msgspec.Struct, tag=True):
     batch: int
 
 
-Message = Open | Ask | Cancel | Ready | Beat | Broken | Turn | Read
+Message = Open | Ask | Cancel | Ready | Broken | Turn | Read
 
 
 def _plain(value: Any) -> Any:

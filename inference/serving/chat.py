@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...core.errors import WrongUse
 from ...data.tokenizer import CHAT, CONFIG, GENERATION, TURN_ENDS, Tokenizer, beside_model, chat_template
-from .api_types import ChatMessage
+from .api_types import Message
 
 BREAK = "\ufdd0"  # a noncharacter, put into added tokens that a message spells: they are encoded in two parts
 
@@ -69,7 +69,7 @@ class ChatTemplate:
             ends = json.loads(defaults.read_text(encoding="utf-8")).get("eos_token_id") or []
         return cls(source, tokenizer, names, ends if isinstance(ends, list) else [ends])
 
-    def ids(self, messages: Sequence[ChatMessage]) -> np.ndarray:
+    def ids(self, messages: Sequence[Message]) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
         given = [
             {"role": message.role, "content": self._plain(message.text(), message.role == "assistant")}

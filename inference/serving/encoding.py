@@ -143,6 +143,11 @@ def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "in
     """Refuse an empty text and ids that the model has no embedding for."""
     if len(ids) == 0:
         raise WrongUse("the text is empty", where=where, fix="give at least one token of text")
+    check_known(ids, vocab_size, where)
+
+
+def check_known(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str) -> None:
+    """Refuse ids that the model has no embedding for."""
     if outside := [int(i) for i in ids if not 0 <= i < vocab_size]:
         why = f"{outside[0]} is not in 0 … {vocab_size - 1}"
         raise WrongUse("a token id is outside the vocabulary", where=where, why=why)

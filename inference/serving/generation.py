@@ -1,24 +1,28 @@
-"""Jobs of making text, as they come from an HTTP body, a file or a task, and what each has said so far.
-
-`TextStream` gives out text as it becomes certain: never half a character, never a part of a stop string. The
-whole answer is by definition the sum of its deltas. The batch in which jobs take turns is `slots`.
+"""Jobs of making text, as they come from an HTTP body, a file or a task, and each on its way: the tokens and the text
+that it has made, what may come next, and guesses at it. The batch in which they take turns is `slots`.
 """
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ...core.errors import WrongUse
+from ...core.errors import Failed, WrongUse, extra
 from ...data.tokenizer import Tokenizer
+from ..runtimes.sampler import Chooser
 from ..runtimes.sampling import GREEDY, SEEDS, Sampling
 
 NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
 REPLACEMENT = "\ufffd"
 OPEN_TOKENS = 64  # beyond which a character that is still cut is none
+ENDS = (4, 3, 2)  # tokens that must have come before for a guess
+GRAMMARS = 32  # that are remembered
 
 
 class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
@@ -94,7 +98,8 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 class TextStream:
-    """Text from token ids as they arrive. `decode` turns a list of ids into text (the tokenizer's).
+    """Text from token ids as it becomes certain: never half a character, never a part of a stop string; the whole is
+    the sum of its parts. `decode` turns a list of ids into text (the tokenizer's).
 
     `before`: the last token of what is continued. Many decoders write a word's space only after another word.
     """
@@ -143,3 +148,154 @@ def open_stop(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A job of one answer on its way: its tokens so far and its row in the cache."""
+
+    job: Job
+    stream: TextStream
+    guide: "Guide | None" = None
+    ends: frozenset[int] = frozenset()  # tokens that end it
+    chooser: Chooser | None = None  # made with its row: penalties take memory of the vocabulary's size
+    due_s: float = 0.0  # who is due earlier gets a row earlier
+    tenant: str = ""  # whose prompts it may begin with
+    owner: Any = None  # whoever submitted it may note something here
+    untold: list[TextDelta] = field(default_factory=list)  # and keep what he sends later here
+    past: int = 0  # tokens in the cache
+    reused: int = 0  # of them, those that were copied
+    made: list[int] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)  # with probabilities, when they are asked for
+    began_s: float = 0.0  # time.monotonic() when it got its row
+    reach: int = 0  # tokens that are guessed ahead at most: more after a good guess
+    guesses: list[int] = field(default_factory=list)  # of this step, behind its newest token
+
+    @property
+    def filling(self) -> bool:
+        """Whether some of its prompt is still to be read."""
+        return self.past < len(self.job.prompt_ids)
+
+    def held(self) -> np.ndarray:
+        """The ids that its cache row holds."""
+        answer = self.made[: max(0, self.past - len(self.job.prompt_ids))]
+        return np.concatenate((self.job.prompt_ids[: self.past], np.array(answer, np.int64)))
+
+    def accept(self, token: Token) -> TextDelta:
+        """Add a token and say what it means for the answer; with the first one also what is known of the prompt."""
+        if self.made:
+            return self._add(token)
+        delta = TextDelta("", None, "length") if self.job.max_tokens == 0 else self._add(token)
+        prompt, self.prompt = tuple(self.prompt), []
+        told = None if self.job.prompt_logprobs is None else prompt
+        return TextDelta(delta.text, delta.token, delta.finish, told, self.reused)
+
+    def _add(self, token: Token) -> TextDelta:
+        assert self.chooser is not None
+        if token.id in self.ends:
+            return TextDelta(self.stream.finish(), token, "stop")
+        self.made.append(token.id)
+        self.chooser.accept(token.id)
+        complete = self.guide is not None and self.guide.accept(token.id)
+        text = self.stream.push(token.id)
+        if not self.stream.stopped and (complete or len(self.made) == self.job.max_tokens):
+            text += self.stream.finish()
+            return TextDelta(text, token, "stop" if complete or self.stream.stopped else "length")
+        return TextDelta(text, token, "stop" if self.stream.stopped else None)
+
+    def allow(self, vocab_size: int) -> None:
+        """Tell its chooser which tokens may come next, when not all may."""
+        assert self.chooser is not None
+        allowed_V = None if self.guide is None else self.guide.allowed()
+        if len(self.made) < self.job.min_tokens:
+            others_V = np.ones(vocab_size, bool) if allowed_V is None else allowed_V.copy()
+            others_V[[i for i in self.ends if i < vocab_size]] = False
+            allowed_V = others_V if others_V.any() else allowed_V
+        self.chooser.allowed_V = allowed_V
+
+    def guess(self) -> list[int]:
+        """Guess the next tokens of a greedy answer by what followed when the text so far last went as it goes now, as
+        `guesses`. An answer of which more is asked than its most probable tokens has none.
+        """
+        chooser, job = self.chooser, self.job
+        assert chooser is not None
+        plain = chooser.counts_V is None and chooser.bias_V is None and job.sampling.temperature == 0
+        plain = plain and self.guide is None and job.logprobs is None and len(self.made) >= job.min_tokens
+        most = min(self.reach, job.max_tokens - len(self.made) - 1) if plain else 0
+        if most > 0:
+            ids = np.concatenate((job.prompt_ids, np.array(self.made, np.int64)))
+            self.guesses = look_up(ids, most).tolist()
+        return self.guesses
+
+
+def look_up(ids_S: np.ndarray, most: int) -> np.ndarray:
+    """What followed the last time that a sequence went as its longest end that it had before, of `ENDS` tokens, and
+    that again where it is short; none where it had no such end.
+    """
+    for size in ENDS:
+        if len(ids_S) > size:
+            windows = np.lib.stride_tricks.sliding_window_view(ids_S[:-1], size)
+            if len(found := np.flatnonzero((windows == ids_S[-size:]).all(1))):
+                return np.resize(ids_S[int(found[-1]) + size :], most)
+    return ids_S[:0]
+
+
+class Grammars:
+    """Grammars over one tokenizer's vocabulary, by the compiler llguidance. Raises MissingExtra and WrongUse."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._library = extra("llguidance", "constrained output", "constrained")
+        self._vocab_size = tokenizer.vocab_size
+        try:
+            self._tokens = self._library.LLTokenizer(
+                tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eos_id
+            )
+        except ValueError as error:
+            what, why = "this model's tokenizer cannot be constrained", str(error).splitlines()[0]
+            raise WrongUse(what, where="response_format", why=why) from error
+        self._compiled = lru_cache(GRAMMARS)(self._compile)
+
+    def guide(self, constraint: dict[str, Any]) -> "Guide":
+        """What keeps answers to {"json": schema} or {"regex": expression}; each gets a `copy`."""
+        return self._compiled(json.dumps(constraint))
+
+    def _compile(self, text: str) -> "Guide":
+        constraint, matcher = json.loads(text), self._library.LLMatcher
+        # White space is left to the writer of the schema: a model may otherwise go on with it for ever.
+        compact: Any = {"whitespace_flexible": False}
+        try:
+            if "regex" in constraint:
+                grammar = matcher.grammar_from_regex(constraint["regex"])
+            else:
+                grammar = matcher.grammar_from_json_schema(json.dumps(constraint["json"]), overrides=compact)
+            guide = matcher(self._tokens, grammar)
+            why = guide.get_error().splitlines()[0] if guide.is_error() else ""
+        except (ValueError, RecursionError) as error:
+            why = str(error) or "it is nested too deeply"
+        if why:
+            where = "guided_regex" if "regex" in constraint else "response_format"
+            raise WrongUse("the constraint cannot be compiled", where=where, why=why)
+        return Guide(guide, self._vocab_size)
+
+
+class Guide:
+    """One answer on its way through a grammar; called on the thread that runs the model."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def copy(self) -> "Guide":
+        """The same for another answer."""
+        return Guide(self._matcher.deep_copy(), self._vocab_size)
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may come next: bool (V,) of the tokenizer's vocabulary."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+
+    def accept(self, token_id: int) -> bool:
+        """Take a token in; True when nothing may follow it."""
+        self._matcher.consume_token(token_id)
+        if self._matcher.is_error():  # of its limits: what comes would be cut, and look complete
+            raise Failed("the constraint is too large to follow")
+        return bool(self._matcher.is_stopped())

@@ -28,8 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...core.console import say
 from ...core.errors import Failed, WrongUse
-from .calls import Server
-from .guard import error_body
+from .calls import Server, error_body
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
@@ -47,8 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
     not ours.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio switches Nagle's algorithm off only then: it costs 40 ms a
-    # request.
+    # The protocol is named because asyncio switches Nagle's algorithm off only then: it costs 40 ms a request.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -67,10 +65,11 @@ def bind(host: str, port: int) -> socket.socket:
 def refuse_new(listener: socket.socket) -> bool:
     """Let the kernel drop what would begin a connection, so that none is made and then reset by closing.
 
-    A filter of packets (classic BPF, which needs no rights): the 14th byte of the TCP header, SYN without
-    ACK. A client tries again after a second and finds the port closed. False where a kernel has no such
-    thing.
+    A filter of packets (classic BPF, which needs no rights): the 14th byte of the TCP header, SYN without ACK. A client
+    tries again after a second and finds the port closed. False where a kernel has no such thing.
     """
+    if sys.platform != "linux":
+        return False
     drop_syn = (
         (0x30, 0, 0, 13),  # load the byte of flags
         (0x54, 0, 0, 0x12),  # of which SYN and ACK
@@ -79,13 +78,9 @@ def refuse_new(listener: socket.socket) -> bool:
         (0x06, 0, 0, 0xFFFFFFFF),  # all of it
     )
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in drop_syn))
-    attach_filter = 26  # SO_ATTACH_FILTER, which Python's socket does not name
-    if sys.platform != "linux":
-        return False
+    program = struct.pack("HL", len(drop_syn), ctypes.addressof(code))
     try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, attach_filter, struct.pack("HL", len(drop_syn), ctypes.addressof(code))
-        )
+        listener.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER, which Python does not name
     except OSError:
         return False
     return True

@@ -1,4 +1,5 @@
-"""Answers to a file of requests: .jsonl in, .jsonl out, one line for each, in the same order.
+"""Text in, text or vectors out, for the command line: the model at a path runs here. Of a file of requests each line is
+answered in a line, in the same order.
 
 Finished lines are appended to OUT.partial as they come, with their number; the same command goes on where it
 stopped, and the last step puts them in order as OUT. A line that cannot be answered (a prompt longer than the
@@ -8,13 +9,14 @@ context, no JSON, no text, logits that are no numbers) gets an "error" and stops
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec.structs import asdict, replace
 
 from ...core.backend import AUTO, BackendOptions
@@ -23,17 +25,73 @@ from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
 from ...data.records import read_records
 from ...data.tokenizer import Tokenizer
-from ..runtimes.backends import Loaded
+from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.sampling import Sampling
 from .encoding import Reader, embed
-from .generation import Job
+from .generation import Job, TextDelta, prompt_ids
 from .slots import PREFIX_BYTES, answer
-from .texts import open_text_model, text_job
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
 Record = tuple[int, dict[str, Any]]
 Cut = Callable[[str], list[str]] | None  # a text into pieces
+
+
+def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:
+    """The model at `path` with its tokenizer. Raises WrongUse when it is of the other family or has none."""
+    loaded = open_backend(path, options)
+    if loaded.family != family:
+        needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT"
+        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}")
+    if loaded.tokenizer is None:
+        raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
+    return loaded, Tokenizer.load(loaded.tokenizer)
+
+
+def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Job:
+    """Continue `prompt` as a job without one says, to the end of the model's context where `max_tokens` would go
+    beyond it. Raises WrongUse when the prompt alone fills it.
+    """
+    ids = prompt_ids(tokenizer, prompt)
+    context = loaded.backend.context
+    if len(ids) >= context:
+        what, why = "the prompt fills the model's context", f"{len(ids)} tokens, the context is {context}"
+        raise WrongUse(what, where="prompt", why=why, fix="shorten the prompt")
+    return replace(like, prompt_ids=ids, max_tokens=min(like.max_tokens, context - len(ids)))
+
+
+def continue_text(
+    path: Path | str, prompt: str, like: Job, options: BackendOptions = AUTO
+) -> Iterator[tuple[int, TextDelta]]:
+    """Continue `prompt` with the GPT at `path` as a job without one says; yields (number of the answer, delta) as
+    text is made. Raises WrongUse as `text_job` does and when the model is no GPT.
+    """
+    loaded, tokenizer = open_text_model(path, "gpt", options)
+    job = text_job(loaded, tokenizer, prompt, like)
+    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(job.n, 8)
+    for _, number, delta in answer(loaded.backend, [job], *rest):
+        yield number, delta
+
+
+def embed_texts(
+    path: Path | str,
+    texts: Sequence[str],
+    options: BackendOptions = AUTO,
+    *,
+    truncate: bool = False,
+    prompt: str | None = None,
+) -> np.ndarray:
+    """Embeddings of the texts with the BERT at `path`, each of length 1, float32 (texts, width).
+
+    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
+    """
+    loaded, tokenizer = open_text_model(path, "bert", options)
+    sentence = loaded.sentence.prompted(prompt)
+    context = sentence.context(loaded.backend.context)
+    reader = Reader(tokenizer, context, loaded.backend.vocab_size)
+    named = {f"text {number}: {text[:60]}": sentence.text(text) for number, text in enumerate(texts, 1)}
+    rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
+    return embed(loaded.backend, rows, tokenizer.pad_id or 0, sentence.output())
 
 
 def generate_file(

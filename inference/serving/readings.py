@@ -22,7 +22,7 @@ from .api_types import (
     TokenizeBody,
 )
 from .calls import Call, json_response
-from .encoding import Encoding, unit
+from .encoding import Encoding, check_known, unit
 
 Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
 
@@ -163,8 +163,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
 
 async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     """The text of ids."""
-    if any(not 0 <= i < call.model.facts["vocab_size"] for i in body.tokens):
-        raise WrongUse("a token id is outside the vocabulary", where="tokens")
+    check_known(body.tokens, call.model.facts["vocab_size"], "tokens")
     return {"prompt": await call.beside(len(body.tokens), lambda: call.model.tokenizer.decode(body.tokens))}
 
 

@@ -21,14 +21,13 @@ from starlette.exceptions import HTTPException
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError
+from .accounts import ServerLimits, later
 from .channel import Ask, Broken, Cancel, Made, Message, Messages, Open, Read, Ready, Turn, Work, pack
-from .limits import ServerLimits, later
 
 FORGETTING = 0.9  # of the running mean of seconds per job
 UNREAD_BYTES = 64 << 20  # that a process which has stopped may leave with us
 PRIORITY_S = 60.0  # by which a step of priority is earlier in the queue
 LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dying
-
 
 Answer = Made | Read | ThroughlineError
 Hear = Callable[[tuple[int, Answer]], None]  # takes the place of an answer in its request, and some of it
@@ -43,9 +42,7 @@ class Owed(NamedTuple):
 
 
 def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that answers on this socket, in a group of its own so that Ctrl-C reaches only the HTTP
-    process.
-    """
+    """A process that answers on this socket, in a group of its own: Ctrl-C reaches only the HTTP process."""
     descriptor = connection.fileno()
     # What libraries print must not mix with a result on stdout.
     return subprocess.Popen(
@@ -75,19 +72,19 @@ class Remote:
         self._began: set[int] = set()
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
-        self._watching: list[asyncio.Task[None]] = []
-        self._silent_s = 0  # of this process's seconds: when it stands still itself, it blames nobody
+        self._watching: asyncio.Task[None] | None = None
+        self._silent_s = 0
 
     def watch(self) -> None:
         """Take work from now on, and start the process again whenever it ends."""
         self.ready = True
-        self._watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._patrol())]
+        self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """End the process."""
         self.ready = False
-        for task in self._watching:
-            task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -101,12 +98,11 @@ class Remote:
 
     @property
     def active(self) -> int:
-        """Jobs that have begun and are not answered."""
+        """Of them, those that have begun, as is known with the first token."""
         return len(self._began)
 
     @property
     def queued(self) -> int:
-        """Jobs accepted and not begun. A job is known to have begun when its first token is."""
         return len(self._waiting) - len(self._began)
 
     @property
@@ -148,9 +144,7 @@ class Remote:
             self._connection.write(pack(Cancel(left)))
 
     async def open(self) -> dict[str, Any]:
-        """Start the process and wait for its first message: what it says of the model. Raises what opening the
-        model raised.
-        """
+        """Start the process and wait for what it says of the model. Raises what opening the model raised."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = spawn(theirs)
@@ -177,26 +171,34 @@ class Remote:
                 first = await opened
         except TimeoutError:
             self._process.kill()
-            why = f"it took more than {self.limits.load_s:g} s"
-            raise Failed(
-                "the model did not load", where=self.path, why=why, fix="see --load-timeout"
-            ) from None
+            what, why = "the model did not load", f"it took more than {self.limits.load_s:g} s"
+            raise Failed(what, where=self.path, why=why, fix="see --load-timeout") from None
         if first is None:
             code = await asyncio.to_thread(self._process.wait)
             meaning = "killed, perhaps for want of memory" if code == -9 else "what it printed is above"
-            why = f"exit code {code}; {meaning}"
-            raise Failed("the process of the model ended while it was loading", where=self.path, why=why)
+            what = "the process of the model ended while it was loading"
+            raise Failed(what, where=self.path, why=f"exit code {code}; {meaning}")
         if isinstance(first, Broken):
             raise first.error()
         assert isinstance(first, Ready)
         return first.facts
 
     async def _watch(self) -> None:
+        """Kill a process that has stopped, and start one that has ended again."""
         while True:
-            await self._ended.wait()
-            self._lost()
-            assert self._process is not None
-            await asyncio.to_thread(self._process.wait)
+            try:
+                async with asyncio.timeout(1):
+                    await self._ended.wait()
+            except TimeoutError:
+                # Of this process's seconds: when it stands still itself, it blames nobody.
+                self._silent_s += 1
+                if self._silent_s > self.limits.hang_s and self._process is not None:
+                    said = f"has said nothing for {self._silent_s} s and is killed"
+                    warn(f"{self.name}: the process of the model {said}")
+                    self._silent_s = 0
+                    self._process.kill()
+                continue
+            await self._lost()
             pause_s = 0.1
             while not self.ready:
                 try:
@@ -208,31 +210,20 @@ class Remote:
                     pause_s = min(2 * pause_s + 1, LONGEST_PAUSE_S)
             warn(f"{self.name}: the model answers again")
 
-    async def _patrol(self) -> None:
-        """Kill a process that has stopped; `_watch` starts it again."""
-        while True:
-            await asyncio.sleep(1)
-            self._silent_s = self._silent_s + 1 if self.ready else 0
-            if self._silent_s > self.limits.hang_s and self._process is not None:
-                warn(
-                    f"{self.name}: the process of the model has said nothing for {self._silent_s} s and is killed"
-                )
-                self._silent_s = 0
-                self._process.kill()
-
-    def _lost(self) -> None:
-        self.ready = False
+    async def _lost(self) -> None:
+        self.ready, self._silent_s = False, 0
         self.restarts += 1
         waiting, self._waiting = self._waiting, {}
         self._began.clear()
         assert self._connection is not None and self._process is not None
         self._connection.close()
         self._process.kill()  # a socket that closed without a death is no use either
-        inside = f"{len(waiting)} requests in it"
-        warn(f"{self.name}: the process of the model ended with {inside}; starting it again")
+        ended = f"the process of the model ended with {len(waiting)} requests in it"
+        warn(f"{self.name}: {ended}; starting it again")
         failure = Failed("the process of the model ended", fix="send the request again")
         for owed in waiting.values():
             owed.hear((owed.place, failure))
+        await asyncio.to_thread(self._process.wait)
 
     def _route(self, message: Message) -> None:
         """Hand a message of the process to those who wait for it."""

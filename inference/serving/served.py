@@ -16,21 +16,18 @@ import numpy as np
 from ...core.errors import Refused, ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.sentence import Sentence
+from .accounts import ServerLimits, Watch
 from .api_types import CompletionBody, Generation
-from .bodies import check_texts
 from .channel import Made, Read, Work
 from .chat import ChatTemplate
-from .encoding import TOKEN_CHARACTERS, Encoding, Reader, check_ids
+from .encoding import TOKEN_CHARACTERS, Encoding, Reader, check_ids, check_known
 from .generation import Job, TextDelta, prompt_ids
-from .limits import ServerLimits
 from .remote import Answer, Remote
-from .telemetry import Watch
 
 Prompt = str | list[int]
 ANSWER_VALUES = 1 << 18  # log-probabilities of one answer, each some 100 bytes until it is sent
 HEARTBEAT_S = 15.0  # below the patience of common proxies
 TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
-
 
 # Of several answers, each with its number; None: nothing has come for HEARTBEAT_S.
 Deltas = AsyncGenerator[tuple[int, TextDelta | None], None]
@@ -138,28 +135,20 @@ class ServedModel:
         for name, (asked_for, most) in (limits | {"min_tokens": (body.min_tokens, max_tokens)}).items():
             if most is not None and asked_for > most:
                 raise WrongUse(f"{name} is above its limit", where=name, why=f"{asked_for} > {most}")
-        for name, named in (
-            ("logit_bias", [*map(int, body.logit_bias)]),
-            ("stop_token_ids", body.stop_token_ids),
-        ):
-            if named:
-                check_ids(named, self.facts["vocab_size"], name)
-        ids = self._cut(ids, max_tokens, body.truncate_prompt_tokens)
+        check_known([*map(int, body.logit_bias)], self.facts["vocab_size"], "logit_bias")
+        check_known(body.stop_token_ids, self.facts["vocab_size"], "stop_token_ids")
+        if (last := body.truncate_prompt_tokens) is not None:
+            last = last if last >= 0 else max(0, self.facts["context"] - max_tokens)
+            ids = ids[max(0, len(ids) - last) :]
         asked = (logprobs, logprobs if echo else None, body.constraint(), body.n, not body.stream)
         ends = (body.min_tokens, body.ignore_eos, tuple(body.stop_token_ids))
         job = Job(ids, max_tokens, body.sampling(), body.stops(), *asked, *ends)
         job.check(self.facts["context"])
         return job
 
-    def _cut(self, ids: np.ndarray, max_tokens: int, last: int | None) -> np.ndarray:
-        """The last tokens of a prompt, where it asks for that."""
-        if last is None:
-            return ids
-        return ids[max(0, len(ids) - (last if last >= 0 else max(0, self.facts["context"] - max_tokens))) :]
-
     def completion(self, body: CompletionBody) -> list[Job]:
         """A job for each prompt of a completion body."""
-        check_texts(len(body.prompt) * body.n, self.limits.queue, "prompt")
+        self.limits.check_texts(len(body.prompt) * body.n, "prompt")
         cut = body.truncate_prompt_tokens is not None
         ids = [self._prompt_ids(one, cut) for one in body.prompt]
         return [self.job(body, one, body.max_tokens, body.logprobs) for one in ids]
@@ -188,11 +177,9 @@ class ServedModel:
             told = len(job.prompt_ids) * (job.prompt_logprobs is not None) + job.max_tokens * job.whole
             values += job.n * told * (2 + (job.logprobs or 0))
         if values > ANSWER_VALUES:
-            why, fix = (
-                f"{values:,} numbers > {ANSWER_VALUES:,}",
-                "stream it, or ask for fewer answers or logprobs",
-            )
-            raise WrongUse("the answer would be too large", where="logprobs", why=why, fix=fix)
+            what, why = "the answer would be too large", f"{values:,} numbers > {ANSWER_VALUES:,}"
+            fix = "stream it, or ask for fewer answers or logprobs"
+            raise WrongUse(what, where="logprobs", why=why, fix=fix)
         async with aclosing(self._answers(jobs, watch, sum(len(job.prompt_ids) for job in jobs))) as answers:
             async for number, made in answers:
                 if made is None:

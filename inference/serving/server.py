@@ -1,31 +1,39 @@
-"""The endpoints: OpenAI's completions, chat completions and embeddings, fill-mask, classify and rerank,
-tokenize, health and metrics, and a page to try them.
-
-No log line holds the text of a request. What stands before the endpoints is in `guard`, the port and the
-drain in `listen`, the model in its own process behind `remote`.
+"""The application: the endpoints (OpenAI's completions, chat completions, responses and embeddings, fill-mask,
+classify, rerank, tokenize, health and metrics, a page to try them), and what stands before every one of them: request
+ids, API keys, errors as JSON, the access log. No log line holds the text of a request.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import re
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from inspect import getdoc
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...core.console import warn
+from ...core.errors import ThroughlineError
+from ...core.version import version
+from .accounts import Key, Watch, find_key
 from .api_types import ModelBody
-from .calls import Endpoint, Server, json_response, openapi, post, with_body
-from .completions import chat, completions
-from .guard import ON_ERROR, Guard
-from .limits import Key
+from .calls import Endpoint, Server, error_body, json_response, post, told, with_body
+from .completions import chat, completions, responses
 from .readings import classify, detokenize, embed, embeddings, fill_mask, rank, rerank, score, tokenize
-from .responses import responses
 
+OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
+LINGER_S = 2.0  # for the rest of a body that nobody reads
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # First come what is asked most: routes are tried in turn.
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/embeddings": embeddings,
@@ -65,12 +73,13 @@ def build_app(
         return schema
 
     routes.append(Route("/openapi.json", described))
+    on_error: dict[Any, Any] = {HTTPException: _http, ThroughlineError: _ours}
     layers = [Middleware(Guard, server, keys, hosts)]
     if origins:
         allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"]}
         allowed["allow_headers"] = ["*"]
         layers.insert(0, Middleware(CORSMiddleware, **allowed))
-    return Starlette(routes=routes, middleware=layers, exception_handlers=ON_ERROR, lifespan=lifespan)
+    return Starlette(routes=routes, middleware=layers, exception_handlers=on_error, lifespan=lifespan)
 
 
 def _management(server: Server) -> list[Route]:
@@ -132,3 +141,124 @@ def _status(server: Server) -> list[Route]:
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", one_model),
     ]
+
+
+def openapi(routes: Sequence[Route]) -> dict[str, Any]:
+    """The OpenAPI description of these routes."""
+    shown = [route for route in routes if route.include_in_schema]
+    kinds = [get_type_hints(route.endpoint).get("body") for route in shown]
+    known = [kind for kind in kinds if kind]
+    refs, schemas = msgspec.json.schema_components(known, ref_template="#/components/schemas/{name}")
+    shapes = dict(zip(known, refs))
+    paths: dict[str, Any] = {}
+    for route, kind in zip(shown, kinds):
+        about: dict[str, Any] = {"summary": route.name.replace("_", " ").capitalize()}
+        about["operationId"] = route.name
+        about |= {"description": getdoc(route.endpoint), "responses": {"200": {"description": "The answer."}}}
+        if route.param_convertors:
+            given = {"in": "path", "required": True, "schema": {"type": "string"}}
+            about["parameters"] = [{"name": name, **given} for name in route.param_convertors]
+        if kind:
+            content = {"application/json": {"schema": shapes[kind]}}
+            about["requestBody"] = {"required": True, "content": content}
+            about["responses"]["4XX"] = {"description": "An error in OpenAI's shape."}
+        paths[route.path_format] = {"post" if kind else "get": about}
+    info = {"title": "Throughline", "version": version()}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+class Guard:
+    """The ASGI layer around the endpoints."""
+
+    def __init__(self, app: ASGIApp, server: Server, keys: Sequence[Key], hosts: Collection[str]) -> None:
+        self.app, self.server, self._keys = app, server, keys
+        self._everybody = Key()
+        self._hosts = {*hosts}  # names by which it may be called, in lower case; none: by any
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        watch = scope.setdefault("state", {})["watch"] = Watch(self.server.telemetry)
+        watch.key, watch.parent = self._everybody, headers.get(b"traceparent", b"").decode("latin-1")
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        status: int | None = None
+
+        async def answer(message: Message) -> None:
+            """Adds the headers of every answer."""
+            nonlocal status
+            unread = has_body and not watch.body_read
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                more = [(b"x-request-id", name.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
+                # A body that is not read to its end would be taken for the next request.
+                if self.server.draining.is_set() or unread:
+                    more.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", []), *more]
+            elif unread and not message.get("more_body"):
+                # A connection that is closed with something unread in it is reset, and the answer lost.
+                await send({**message, "more_body": True})
+                await _pass_over(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        try:
+            self._let_in(scope, headers, watch)
+            await self.app(scope, receive, answer)
+        except HTTPException as error:
+            await _told(error)(scope, receive, answer)
+        except Exception as error:
+            watch.fault = type(error).__name__
+            warn(f"request {name}: {watch.fault}")
+            if status is None:
+                message = f"a fault of the server; its log has the request id {name}"
+                await _told(HTTPException(500, message))(scope, receive, answer)
+        finally:
+            self.server.held -= watch.held
+            path = getattr(scope.get("route"), "path", None)
+            client = (scope.get("client") or [None])[0]
+            said = {"client": client, "method": scope["method"], "path": path or scope["path"][:200]}
+            # 499: the client left before there was an answer
+            self.server.telemetry.answered(watch, path or "other", status or 499, id=name, **said)
+
+    def _let_in(self, scope: Scope, headers: Mapping[bytes, bytes], watch: Watch) -> None:
+        """Note whose request it is. Raises HTTPException for one that nobody here answers."""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if self._hosts and re.sub(r":[0-9]*$", "", host) not in self._hosts:
+            raise HTTPException(403, "this server is not called so; --allow-host NAME lets a name in")
+        if not self._keys or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+            return
+        key = find_key(self._keys, headers.get(b"authorization", b"").decode("latin-1"))
+        if key is None:
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+        watch.key = key
+        key.begin()
+
+
+async def _pass_over(receive: Receive) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body"):
+                pass
+
+
+def _told(error: HTTPException) -> Response:
+    return json_response(error_body(error.status_code, error.detail), error.status_code, error.headers)
+
+
+async def _http(request: Request, error: Any) -> Response:
+    if error.detail == "Not Found":  # Starlette's own: no route
+        path = request.url.path[:200]
+        error.detail = f"there is no {path}; /openapi.json lists the endpoints, / is a page to try them"
+    return _told(error)
+
+
+async def _ours(request: Request, error: Any) -> Response:
+    response = told(error)
+    if response.status_code == 500:
+        request.state.watch.fault = type(error).__name__
+    return response

@@ -10,8 +10,8 @@
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,9 @@ from ...core.backend import CausalBackend, Span
 from ...core.errors import Failed
 from ...core.logits import library
 from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabilities
-from .constrain import Guide
-from .generation import Job, TextDelta, TextStream, Token
-from .prefixes import LEAST_PREFIX, Prefixes, common
-from .sequence import Sequence
+from .generation import Guide, Job, Sequence, TextDelta, TextStream, Token
 
+LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding
 GPU_CHUNK_TOKENS = 512
@@ -31,6 +29,45 @@ PREFIX_BYTES = 256 << 20  # of finished sequences
 GUESSING_ROWS = 1  # beyond which guesses do not pay on a CPU: see docs/journal.md
 NO_NUMBER = "the model's output is not a number"
 LOGIT_NUMBERS = 1 << 25  # asked for at a time for a prompt's probabilities: 128 MiB
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Prefixes:
+    """Finished sequences whose keys and values are kept, the least recently used dropped first."""
+
+    def __init__(self, backend: CausalBackend, limit_bytes: int) -> None:
+        self._backend, self._limit = backend, limit_bytes
+        self.kept: dict[tuple[str, bytes], tuple[np.ndarray, Any]] = {}  # of a tenant, in the order of use
+
+    def find(self, tenant: str, prompt_ids: np.ndarray) -> tuple[int, Any]:
+        """How many tokens the tenant's best entry shares with the prompt, and that entry (its use is noted)."""
+        shared = self._shared(tenant, prompt_ids)
+        if not any(shared.values()):
+            return 0, None
+        best = max(shared, key=shared.__getitem__)
+        self.kept[best] = self.kept.pop(best)
+        return shared[best], self.kept[best][1]
+
+    def _shared(self, tenant: str, ids: np.ndarray) -> dict[tuple[str, bytes], int]:
+        return {key: common(old, ids) for key, (old, _) in self.kept.items() if key[0] == tenant}
+
+    def keep(self, tenant: str, ids: np.ndarray, cache: Any, row: int) -> None:
+        """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
+        tokens = len(ids)
+        size = self._backend.token_bytes
+        if not size or tokens < LEAST_PREFIX or tokens * size > self._limit:
+            return
+        shares = self._shared(tenant, ids)
+        if any(shared == tokens for shared in shares.values()):
+            return
+        for key, shared in shares.items():
+            if shared == len(self.kept[key][0]):
+                del self.kept[key]
+        while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
+            del self.kept[next(iter(self.kept))]
+        if (saved := self._backend.save_row(cache, row, tokens)) is not None:
+            self.kept[tenant, ids.tobytes()] = (ids, saved)
 
 
 class SlotBatch:
@@ -55,7 +92,7 @@ class SlotBatch:
         self._speculate = speculate
         self.backend, self.slots = backend, min(slots, backend.limits.rows or slots)
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
-        self._decode, self._eos_id = decode, eos_id
+        self._decode, self._eos = decode, frozenset(() if eos_id is None else (eos_id,))
         self._cache = backend.new_cache(self.slots)
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
         self._prefixes = Prefixes(backend, prefix_bytes)
@@ -68,7 +105,8 @@ class SlotBatch:
         """Take a job of one answer in. Raises WrongUse when it cannot fit the model's context."""
         job.check(self.backend.context)
         stream = TextStream(self._decode, job.stop, [int(i) for i in job.prompt_ids[-1:]])
-        sequence = Sequence(job, stream, guide, due_s=due_s, tenant=tenant, reach=self._speculate)
+        ends = frozenset(job.stop_ids) | (frozenset() if job.ignore_eos else self._eos)
+        sequence = Sequence(job, stream, guide, ends, due_s=due_s, tenant=tenant, reach=self._speculate)
         insort(self.waiting, sequence, key=lambda one: one.due_s)
         return sequence
 
@@ -84,21 +122,27 @@ class SlotBatch:
     def step(self) -> list[tuple[Sequence, TextDelta]]:
         """Decode one token of every sequence that is ready and read some of the prompts that are not."""
         self._admit()
-        sequences, spans = self._spans()
-        if not spans:
+        planned = self._spans()
+        if not planned:
             return []
-        sequences, spans, logits_NV = self._run(sequences, spans)
-        ready, lines, at = [], [], 0
-        for sequence, span in zip(sequences, spans):
+
+        def run(some: list[tuple[Sequence, Span]]) -> Any:
+            return self.backend.step([span for _, span in some], self._cache)
+
+        done, failed, self._rows = in_halves(planned, run, self._rows)
+        self.failed += [(sequence, error) for (sequence, _), error in failed]
+        self.sick = not done
+        logits = [logits_NV for _, logits_NV in done]
+        logits_NV = library(logits[0]).concatenate(logits) if len(logits) > 1 else [*logits, None][0]
+        ready, at = [], 0
+        for sequence, span in (one for group, _ in done for one in group):
             if sequence.job.prompt_logprobs is not None and span.asked and sequence.filling:
                 self._note_prompt(sequence, span, logits_NV[at : at + span.asked])
             sequence.past += len(span.ids) - len(sequence.guesses)
             at += span.asked
             if not sequence.filling:
-                ready.append(sequence)
-                lines.append(at - 1 - len(sequence.guesses))
-        deltas = self._take_guesses(ready, lines, logits_NV)
-        deltas += self._choose(ready, logits_NV, lines)
+                ready.append((sequence, range(at - 1 - len(sequence.guesses), at)))
+        deltas = self._choose(ready, logits_NV)
         self._leave({id(sequence) for sequence, delta in deltas if delta.finish})
         self._leave({id(sequence) for sequence, _ in self.failed}, keep=False)
         if self.failed and not self._live:  # nobody knows what an error has left in the cache
@@ -107,39 +151,14 @@ class SlotBatch:
             self._cache = self.backend.new_cache(self.slots)
         return deltas
 
-    def _run(self, sequences: list[Sequence], spans: list[Span]) -> tuple[list[Sequence], list[Span], Any]:
-        """One step of these, and its logits. A call that fails is made again in halves, down to the one that breaks it;
-        when memory was missing, later calls are no larger.
-        """
-        done: list[int] = []
-        logits = []
-        starts = range(0, len(spans), self._rows)
-        groups = [range(start, min(start + self._rows, len(spans))) for start in reversed(starts)]
-        while groups:
-            group = groups.pop()
-            try:
-                logits.append(self.backend.step([spans[i] for i in group], self._cache))
-                done += group
-            except Exception as error:
-                if len(group) == 1:
-                    self.failed.append((sequences[group[0]], error))
-                    continue
-                half = len(group) // 2
-                groups += [group[half:], group[:half]]
-                if lacks_memory(error):
-                    self._rows = half
-        self.sick = not logits
-        whole = library(logits[0]).concatenate(logits) if len(logits) > 1 else [*logits, None][0]
-        return [sequences[i] for i in done], [spans[i] for i in done], whole
-
-    def _spans(self) -> tuple[list[Sequence], list[Span]]:
+    def _spans(self) -> list[tuple[Sequence, Span]]:
         """Who takes part in this step, and with which ids."""
         decoding = any(not sequence.filling for sequence in self._live)
         budget = CHUNK_TOKENS if decoding else IDLE_CHUNK_TOKENS
         budget = budget if self.backend.device == "cpu" else GPU_CHUNK_TOKENS
         budget = min(budget, self.backend.limits.tokens or budget)
         guessing = self.backend.device != "cpu" or len(self._live) <= GUESSING_ROWS
-        sequences, spans = [], []
+        planned = []
         for row, sequence in enumerate(self._live):
             if not sequence.filling:
                 ids = np.array([sequence.made[-1], *(sequence.guess() if guessing else ())], np.int64)
@@ -153,9 +172,8 @@ class SlotBatch:
                 asked = len(ids) if whole else int(last)
             else:
                 continue
-            sequences.append(sequence)
-            spans.append(Span(row, sequence.past, ids, asked))
-        return sequences, spans
+            planned.append((sequence, Span(row, sequence.past, ids, asked)))
+        return planned
 
     def _admit(self) -> None:
         """Give rows to those who wait, in order; who shares a prompt that is being read waits for it."""
@@ -213,98 +231,55 @@ class SlotBatch:
         found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
         sequence.prompt += [token_of(int(i), found, line) for line, i in enumerate(targets)]
 
-    def _take_guesses(
-        self, ready: list[Sequence], lines: list[int], logits_NV: Any
-    ) -> list[tuple[Sequence, TextDelta]]:
-        """Accept what was guessed as far as it is what the model says, and move the line of each sequence behind it.
-        Answers that end there leave `ready`.
-        """
-        guessed = [line + i for line, one in zip(lines, ready) for i in range(len(one.guesses))]
-        if not guessed:
-            return []
-        logits_GV = logits_NV[beside(logits_NV, np.array(guessed))]
-        sound = library(logits_GV).isfinite(library(logits_GV).amax(logits_GV, 1)).tolist()
-        said = dict(zip(guessed, logits_GV[:, : self._vocab_size].argmax(1).tolist()))
-        said |= {line: -1 for line, fit in zip(guessed, sound) if not fit}  # an error where it is chosen
-        deltas, going = [], []
-        for sequence, line in zip(ready, lines):
-            taken, over = 0, False
-            while (
-                not over and taken < len(sequence.guesses) and said[line + taken] == sequence.guesses[taken]
-            ):
-                try:
-                    delta = sequence.accept(Token(sequence.guesses[taken]), self._eos_id)
-                except Exception as error:
-                    self.failed.append((sequence, error))
-                    over = True
-                    continue
-                deltas.append((sequence, delta))
-                taken, over = taken + 1, delta.finish is not None
-            sequence.past += taken
-            sequence.guesses, sequence.reach = [], min(self._speculate, 2 * taken + 1)
-            going += [] if over else [(sequence, line + taken)]
-        ready[:], lines[:] = [one for one, _ in going], [line for _, line in going]
-        return deltas
-
     def _choose(
-        self, ready: list[Sequence], logits_NV: Any, lines: list[int]
+        self, ready: list[tuple[Sequence, range]], logits_NV: Any
     ) -> list[tuple[Sequence, TextDelta]]:
-        """The next token of every sequence whose prompt is read."""
+        """The next token of every sequence whose prompt is read, and what was guessed behind it as far as it is what
+        the model says. `ready`: each with its lines of the logits.
+        """
         if not ready:
             return []
-        numbers = library(logits_NV).isfinite(library(logits_NV).amax(logits_NV, 1)).tolist()
-        sound = []
-        for sequence, line in zip(ready, lines):
+        finite = library(logits_NV).isfinite(library(logits_NV).amax(logits_NV, 1)).tolist()
+        sound, lines = [], list[int]()
+        for sequence, own in ready:
             try:
-                if not numbers[line]:
+                if not finite[own.start]:
                     raise Failed(NO_NUMBER)
-                self._allow(sequence)
-                sound.append((sequence, line))
+                sequence.allow(self._vocab_size)
+                sound.append((sequence, range(len(lines), len(lines) + len(own))))
+                lines += own
             except Exception as error:
                 self.failed.append((sequence, error))
-        ready, lines = [sequence for sequence, _ in sound], [line for _, line in sound]
+        if not sound:
+            return []
         if lines != list(range(len(logits_NV))):
             logits_NV = logits_NV[beside(logits_NV, np.array(lines, np.int64))]
-        choosers = [sequence.chooser for sequence in ready if sequence.chooser is not None]
-        if not choosers:
-            return []
+        choosers = [sequence.chooser for sequence, own in sound for _ in own if sequence.chooser is not None]
         chosen = choose(logits_NV[:, : self._vocab_size], choosers)
-        told = [row for row, sequence in enumerate(ready) if sequence.job.logprobs is not None]
         tokens = [Token(i) for i in chosen.tolist()]
+        told = [(own.start, one.job.logprobs) for one, own in sound if one.job.logprobs is not None]
         if told:
-            most = max(ready[row].job.logprobs or 0 for row in told)
-            rows = beside(logits_NV, np.array(told))
-            found = probabilities(logits_NV[rows], chosen[rows], most)
-            for line, row in enumerate(told):
-                tokens[row] = token_of(tokens[row].id, found, line, ready[row].job.logprobs or 0)
+            rows = beside(logits_NV, np.array([row for row, _ in told]))
+            found = probabilities(logits_NV[rows], chosen[rows], max(most for _, most in told))
+            for line, (row, most) in enumerate(told):
+                tokens[row] = token_of(tokens[row].id, found, line, most)
         deltas = []
-        for sequence, token in zip(ready, tokens):
+        for sequence, own in sound:
+            taken, guesses = 0, sequence.guesses
             try:
-                deltas.append((sequence, self._accept(sequence, token)))
+                for taken, row in enumerate(own):
+                    if not finite[lines[row]]:
+                        raise Failed(NO_NUMBER)
+                    delta = sequence.accept(tokens[row])
+                    deltas.append((sequence, delta))
+                    if delta.finish or guesses[taken : taken + 1] != [tokens[row].id]:
+                        break
             except Exception as error:
                 self.failed.append((sequence, error))
+            if guesses:
+                sequence.past += taken
+                sequence.guesses, sequence.reach = [], min(self._speculate, 2 * taken + 1)
         return deltas
-
-    def _allow(self, sequence: Sequence) -> None:
-        """Say which tokens may come next, when not all may."""
-        assert sequence.chooser is not None
-        allowed_V = None if sequence.guide is None else sequence.guide.allowed()
-        if len(sequence.made) < sequence.job.min_tokens:
-            others_V = np.ones(self._vocab_size, bool) if allowed_V is None else allowed_V.copy()
-            others_V[[i for i in sequence.ends(self._eos_id) if i < self._vocab_size]] = False
-            allowed_V = others_V if others_V.any() else allowed_V
-        sequence.chooser.allowed_V = allowed_V
-
-    def _accept(self, sequence: Sequence, token: Token) -> TextDelta:
-        if sequence.made:
-            return sequence.accept(token, self._eos_id)
-        if sequence.job.max_tokens == 0:
-            delta = TextDelta("", None, "length")
-        else:
-            delta = sequence.accept(token, self._eos_id)
-        prompt = tuple(sequence.prompt) if sequence.job.prompt_logprobs is not None else None
-        sequence.prompt = []
-        return TextDelta(delta.text, delta.token, delta.finish, prompt, sequence.reused)
 
     def _leave(self, leaving: set[int], keep: bool = True) -> None:
         """Take sequences out of the cache; the last row moves into the gap."""
@@ -320,10 +295,35 @@ class SlotBatch:
             self.backend.free_row(self._cache, len(self._live))
 
 
-def lacks_memory(error: Exception) -> bool:
-    """Whether a smaller batch may do."""
-    said = f"{type(error).__name__} {error}".lower()
-    return any(word in said for word in ("memory", "allocat"))
+def in_halves(
+    items: Collection[Item], run: Callable[[list[Item]], Result], most: int
+) -> tuple[list[tuple[list[Item], Result]], list[tuple[Item, Exception]], int]:
+    """What `run` makes of the items, of at most so many at a time: groups with their results, items with their errors,
+    and the most for the next time. A group that fails is run again in halves, down to the item that breaks it; when
+    memory was missing, later groups are no larger.
+    """
+    left = list(items)
+    groups = [left[start : start + most] for start in reversed(range(0, len(left), most))]
+    done, failed = [], []
+    while groups:
+        group = groups.pop()
+        try:
+            done.append((group, run(group)))
+        except Exception as error:
+            half = len(group) // 2
+            groups += [group[half:], group[:half]] if half else []
+            failed += [] if half else [(group[0], error)]
+            said = f"{type(error).__name__} {error}".lower()
+            if half and ("memory" in said or "allocat" in said):
+                most = half
+    return done, failed, most
+
+
+def common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two sequences share at their beginning."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
+    return int(differ[0]) if len(differ) else length
 
 
 def token_of(token_id: int, found: Probabilities, line: int, most: int | None = None) -> Token:

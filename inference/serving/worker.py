@@ -1,11 +1,8 @@
-"""The process of one model: it opens the model, runs its engine, and answers messages on a socket.
+"""The process of one model: it opens the model, runs its engine a turn at a time, and answers messages on a socket.
 
 The HTTP process starts it as `python -m throughline.inference.serving.worker FD` and sends `Open`, then `Ask` and
-`Cancel`. It ends when the socket does: a server that dies leaves no model behind. Signals meant for the whole
-group are left to the HTTP process, which drains first.
-
-An engine answers in batches, a turn at a time. A batch that breaks is answered with its error and the engine goes
-on with the next one. Who may ask for how much is decided before: see `remote`.
+`Cancel`. It ends when the socket does: a server that dies leaves no model behind. Signals meant for the whole group
+are left to the HTTP process, which drains first. Who may ask for how much is decided before: see `remote`.
 """
 
 import contextlib
@@ -16,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,16 @@ from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.bench import call_of
-from .channel import Ask, Beat, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
-from .constrain import Grammars, Guide
+from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
-from .slots import NO_NUMBER, SlotBatch, lacks_memory
+from .generation import Grammars, Guide
+from .slots import NO_NUMBER, PREFIX_BYTES, SlotBatch, in_halves
 
 BEAT_MS = 1000  # between two signs of life
 TOLD_TOGETHER = 64  # tokens of an answer that nobody sees before it is whole
-TOKEN_S = (
-    0.005  # by which each token that a request asks for delays the request behind those that ask for less
-)
+TOKEN_S = 0.005  # by which each token that a request asks for delays it behind those that ask for less
 LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do
+Waiting = dict[int, tuple[Work, float, str]]  # by number: work, by when it is due, whose it is
 
 
 def serve(connection: socket.socket) -> None:
@@ -67,13 +64,11 @@ def serve(connection: socket.socket) -> None:
     while not inbox.ended:
         if time.monotonic() - beat_s >= BEAT_MS / 1000:
             beat_s = time.monotonic()
-            say(Beat())
+            say(Turn([]))
         for message in come + inbox.take(0 if come else model.patience_ms):
             model.take(message)
         come = []
-        model.begin_prepared()
-        if model.engine.busy:
-            model.turn()
+        model.turn()
 
 
 class CausalEngine(SlotBatch):
@@ -98,7 +93,7 @@ class CausalEngine(SlotBatch):
                 else:
                     many.append(Turn([made]))
                 sequence.untold = []
-        many += [broken(error, [sequence.owner]) for sequence, error in self.failed]
+        many += [Broken.of(error, [sequence.owner]) for sequence, error in self.failed]
         self.failed = []
         return [turn, *many] if turn.made else many
 
@@ -115,46 +110,37 @@ class EncoderEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn would do something."""
         return bool(self.queue)
 
     def submit(self, number: int, work: Work, guide: Guide | None, due_s: float, tenant: str) -> None:
-        """Queue a text."""
         assert isinstance(work, Encoding)
         self.queue[number], self._due_s[number] = work, due_s
 
     def drop(self, numbers: set[int]) -> None:
-        """Nobody reads these answers any more."""
         for number in numbers & self.queue.keys():
             del self.queue[number], self._due_s[number]
 
     def turn(self) -> list[Message]:
-        """The text that is due with those queued ones that are nearest in length. A batch that fails is tried again in
-        halves, down to the text that breaks it; when memory was missing, later batches are no larger.
-        """
+        """The text that is due with those queued ones that are nearest in length."""
         batch = take_batch(self.queue, self._limits, min(self._due_s, key=self._due_s.__getitem__))
-        texts = {number: self.queue.pop(number) for number in batch}
-        for number in batch:
-            del self._due_s[number]
-        groups, told, failed = [batch], list[Message](), list[Message]()
-        while groups:
-            group, began_s = groups.pop(), time.monotonic()
-            try:
-                answers = encode_batch(self._backend, [texts[number] for number in group], self._pad_id)
-            except Exception as error:
-                half = len(group) // 2
-                groups += [group[half:], group[:half]] if half else []
-                failed += [] if half else [broken(error, group)]
-                if half and lacks_memory(error):
-                    self._limits = self._limits.within(Limits(rows=half))
-                continue
-            times = began_s, time.monotonic(), len(group)
-            for number, answer in zip(group, answers):
+        texts = {number: self.queue[number] for number in batch}
+        self.drop({*batch})
+
+        def read(numbers: list[int]) -> list[Message]:
+            began_s = time.monotonic()
+            answers = encode_batch(self._backend, [texts[number] for number in numbers], self._pad_id)
+            times, told = (began_s, time.monotonic(), len(numbers)), list[Message]()
+            for number, answer in zip(numbers, answers):
                 arrays = self._wanted(texts[number], answer)
                 sound = all(np.isfinite(array).all() for array in arrays.values())
-                told.append(Read(number, arrays, *times) if sound else broken(Failed(NO_NUMBER), [number]))
-        self.sick = not told
-        return told + failed
+                told.append(Read(number, arrays, *times) if sound else Broken.of(Failed(NO_NUMBER), [number]))
+            return told
+
+        done, failed, most = in_halves(batch, read, len(batch))
+        if most < len(batch):
+            self._limits = self._limits.within(Limits(rows=most))
+        self.sick = not done
+        return [one for _, told in done for one in told] + [Broken.of(error, [i]) for i, error in failed]
 
     def _wanted(self, text: Encoding, answer: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if not text.top_k:
@@ -178,24 +164,20 @@ class WorkerModel:
         self._outputs = warm_up(self.loaded)
         self.engine: CausalEngine | EncoderEngine
         if self.loaded.causal is not None:
-            rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id
-            speculate = opening.speculate
-            self.engine = engine = CausalEngine(
-                self.loaded.causal, tokenizer.decode, *rest, speculate=speculate
-            )
+            rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id, PREFIX_BYTES, opening.speculate
+            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest)
             if engine.slots < opening.slots:
-                warn(
-                    f"{opening.name}: {engine.slots} sequences at a time, as many as fit, not {opening.slots}"
-                )
+                fitting = f"{engine.slots} sequences at a time, as many as fit, not {opening.slots}"
+                warn(f"{opening.name}: {fitting}")
         else:
             assert self.loaded.encoder is not None
             pad_id = tokenizer.pad_id or 0  # padding is masked: any id will do
             self.engine = EncoderEngine(self.loaded.encoder, pad_id, tokenizer.vocab_size)
-        self._grammars: Grammars | None = None  # made when somebody asks
         # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
+        self._grammars = lru_cache(1)(lambda: Grammars(tokenizer))
         self._beside = ThreadPoolExecutor(1, "grammars")
-        # A grammar in the making, and the answers that wait for it: what `submit` takes, by number.
-        self._preparing: list[tuple[Future[Guide], dict[int, tuple[Work, float, str]]]] = []
+        # A grammar in the making, and the answers that wait for it.
+        self._preparing: list[tuple[Future[Guide], Waiting]] = []
 
     @property
     def patience_ms(self) -> int:
@@ -232,7 +214,7 @@ class WorkerModel:
         assert isinstance(message, Ask)
         number, due_s = message.first, message.due_s
         for work in message.work:
-            answers: dict[int, tuple[Work, float, str]] = {}
+            answers: Waiting = {}
             for one in work.each():
                 answers[number] = (one, due_s, message.tenant)
                 number, due_s = number + 1, due_s + work.cost * TOKEN_S
@@ -242,45 +224,31 @@ class WorkerModel:
             else:
                 self._preparing.append((self._beside.submit(self._guide, constraint), answers))
 
-    def begin_prepared(self) -> None:
-        """Queue the jobs whose grammars are ready."""
+    def turn(self) -> None:
+        """Queue the jobs whose grammars are ready, then one turn of the engine."""
         ready = [one for one in self._preparing if one[0].done()]
         self._preparing = [one for one in self._preparing if one not in ready]
         for guide, answers in ready:
             self._submit(answers, guide)
-
-    def turn(self) -> None:
-        """One turn of the engine, and what it says."""
+        if not self.engine.busy:
+            return
         self._say(*self.engine.turn())
         if self.engine.sick:
             warm_up(self.loaded)  # it may have been what was asked; if not, another process may do better
 
-    def _submit(
-        self, answers: "dict[int, tuple[Work, float, str]]", guide: "Future[Guide] | None" = None
-    ) -> None:
+    def _submit(self, answers: Waiting, guide: Future[Guide] | None = None) -> None:
         for number, (work, due_s, tenant) in answers.items():
             try:
                 self.engine.submit(number, work, guide.result().copy() if guide else None, due_s, tenant)
             except Exception as error:
-                self._say(broken(error, [number]))
+                self._say(Broken.of(error, [number]))
 
     def _guide(self, constraint: dict[str, Any]) -> Guide:
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer)
-        return self._grammars.guide(constraint)
-
-
-def broken(error: Exception, numbers: list[int]) -> Broken:
-    """What is told of answers that an error ends; the log has what clients do not hear."""
-    if not isinstance(error, WrongUse):
-        warn(f"{len(numbers)} answers failed: {type(error).__name__}: {error}")
-    return Broken.of(error, numbers)
+        return self._grammars().guide(constraint)
 
 
 def warm_up(loaded: Loaded) -> list[str]:
-    """One forward, so that a model that cannot run is known before anybody asks; the names of an encoder's
-    outputs.
-    """
+    """One forward: a model that cannot run is known before anybody asks. The names of an encoder's outputs."""
     try:
         if loaded.encoder is not None:
             loaded.encoder.lane()  # opened before somebody waits for it

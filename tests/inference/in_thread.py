@@ -16,11 +16,10 @@ import pytest
 import uvicorn
 from throughline.core.backend import BackendOptions
 from throughline.inference.serving import listen, remote, worker
+from throughline.inference.serving.accounts import Key, ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.channel import Open
-from throughline.inference.serving.limits import Key, ServerLimits
 from throughline.inference.serving.server import Server, build_app
-from throughline.inference.serving.telemetry import Telemetry
 
 
 class ThreadProcess:

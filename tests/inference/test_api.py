@@ -14,10 +14,9 @@ import pytest
 import torch
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.source import open_model
+from throughline.inference.serving.accounts import Key, ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
-from throughline.inference.serving.limits import Key, ServerLimits
 from throughline.inference.serving.server import Server, build_app
-from throughline.inference.serving.telemetry import Telemetry
 
 
 @pytest.fixture

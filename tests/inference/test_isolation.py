@@ -13,12 +13,11 @@ from throughline.core.errors import WrongUse
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import remote, served
+from throughline.inference.serving.accounts import ServerLimits, Telemetry, find_key, read_keys
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.generation import Job, TextStream
-from throughline.inference.serving.limits import ServerLimits, find_key, read_keys
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.slots import SlotBatch
-from throughline.inference.serving.telemetry import Telemetry
 
 BAD = 77  # a token that breaks whatever reads it
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
+from throughline.inference.serving.accounts import Key, ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
-from throughline.inference.serving.limits import Key, ServerLimits
 from throughline.inference.serving.load import Target, load, seeded, waits
 from throughline.inference.serving.server import Server, build_app
-from throughline.inference.serving.telemetry import Telemetry
 
 
 def test_a_load_counts_what_was_answered(

@@ -10,10 +10,8 @@ from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import offline
-from throughline.inference.serving.generation import NO_IDS, Job
-from throughline.inference.serving.offline import embed_file, generate_file
-from throughline.inference.serving.sequence import Sequence
-from throughline.inference.serving.texts import continue_text, embed_texts
+from throughline.inference.serving.generation import NO_IDS, Job, Sequence
+from throughline.inference.serving.offline import continue_text, embed_file, embed_texts, generate_file
 
 CPU = BackendOptions(device="cpu", threads=1)
 PROMPTS = ["The quick", "jumps over the lazy dog", "", "again and", "x" * 2000, "The quick brown"]

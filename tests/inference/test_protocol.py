@@ -19,8 +19,7 @@ from throughline.inference.serving.server import Server, build_app
 @pytest.fixture
 def address(in_thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server without models whose deadlines are short."""
-    from throughline.inference.serving.limits import ServerLimits
-    from throughline.inference.serving.telemetry import Telemetry
+    from throughline.inference.serving.accounts import ServerLimits, Telemetry
 
     monkeypatch.setattr(listen, "HEADER_S", 0.3)
     limits = ServerLimits(body_s=0.3)

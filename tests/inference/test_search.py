@@ -21,7 +21,7 @@ from throughline.eval.search import (
     score,
 )
 from throughline.inference.serving.encoding import Reader
-from throughline.inference.serving.texts import embed_texts
+from throughline.inference.serving.offline import embed_texts
 
 DRAW = np.random.default_rng(0)
 

@@ -18,8 +18,7 @@ from throughline.inference.exports.export import Judging, export_onnx
 from throughline.inference.exports.handover import export_huggingface
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.serving.offline import embed_file
-from throughline.inference.serving.texts import embed_texts
+from throughline.inference.serving.offline import embed_file, embed_texts
 from throughline.models.sentence import Sentence, read_sentence
 
 CPU = BackendOptions(device="cpu", threads=1)

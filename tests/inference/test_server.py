@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
+from throughline.inference.serving.accounts import ServerLimits
 from throughline.inference.serving.catalogue import Catalogue
-from throughline.inference.serving.limits import ServerLimits
 
 
 async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:

@@ -15,11 +15,8 @@ from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal
 from throughline.inference.serving import slots
-from throughline.inference.serving.constrain import Guide
-from throughline.inference.serving.generation import Job, TextDelta
-from throughline.inference.serving.prefixes import common
-from throughline.inference.serving.sequence import look_up
-from throughline.inference.serving.slots import SlotBatch
+from throughline.inference.serving.generation import Guide, Job, TextDelta, look_up
+from throughline.inference.serving.slots import SlotBatch, common
 from throughline.models.config import GPTConfig
 
 CPU = BackendOptions(device="cpu", threads=1)

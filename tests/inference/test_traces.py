@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from throughline.core.errors import MissingExtra
-from throughline.inference.serving.traces import Traces
+from throughline.inference.serving.accounts import Traces
 
 
 def test_a_collector_gets_a_span_per_request(
@@ -63,9 +63,9 @@ def test_a_collector_gets_a_span_per_request(
 
 
 def test_without_traces_nothing_of_them_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys, throughline.inference.serving.traces as _; print(*sys.modules)"
+    code = "import sys, throughline.inference.serving.accounts as _; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "throughline.inference.serving.traces" in loaded and "opentelemetry" not in loaded
+    assert "throughline.inference.serving.accounts" in loaded and "opentelemetry" not in loaded
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(MissingExtra, match="traces"):
         Traces("http://127.0.0.1:9")

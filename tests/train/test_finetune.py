@@ -329,7 +329,7 @@ def test_embeddings_trained_are_embeddings_given(
     bases: dict[str, Path], tmp_path: Path, sentence: Sentence
 ) -> None:
     """What the loss compares is what `throughline embed` gives, of the base and of the model that was tuned."""
-    from throughline.inference.serving.texts import embed_texts
+    from throughline.inference.serving.offline import embed_texts
 
     base = shutil.copytree(bases["bert"], tmp_path / "base")
     sentence.write(base, 32, 32)
