@@ -314,7 +314,7 @@ DOUBTS: dict[str, tuple[Callable[[torch.device], str], str]] = {
         "process groups or fully_shard fail here: only one process; send the output of NCCL_DEBUG=INFO",
     ),
     "waits of the host": (waits, "each wait drains the card: slower, and right"),
-    "memory": (memory, "plans do not hold on this card: planner/constants.py"),
+    "memory": (memory, "plans do not hold on this card: planner/hardware.py"),
     "ONNX Runtime": (
         onnx_runtime,
         "its CUDA provider computes otherwise or does not start: serve with --backend torch",

@@ -15,8 +15,7 @@ import numpy as np
 from throughline.core.hardware import Chip
 from throughline.models.config import ModelConfig
 from throughline.models.presets import preset
-from throughline.planner.constants import FITTED, Constants
-from throughline.planner.hardware import find_cluster
+from throughline.planner.hardware import FITTED, Constants, find_cluster
 from throughline.planner.serve import FITTED as SERVE
 from throughline.planner.serve import ServeConstants, forward_seconds
 from throughline.prove.validate import (

@@ -102,7 +102,7 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
     from ..core.recipe import find_recipe
-    from ..planner.nearest import require_world
+    from ..planner.layout import require_world
     from ..train.recipes.resolved import model_config
     from ..train.recipes.rules import can_be_had
 

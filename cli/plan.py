@@ -10,14 +10,12 @@ import click
 from ..core import console
 from ..core.errors import Failed, WrongUse
 from ..models.presets import preset
-from ..planner.compare import compared, write_comparison
-from ..planner.goodput import REPAIR_DAYS, RESTART_S
 from ..planner.report import checkpoint_facts, pareto_lines, ranked
 from ..planner.report import explain as explained
-from ..planner.run import Run, run_facts
+from ..planner.run import REPAIR_DAYS, RESTART_S, Run, run_facts
 from ..planner.search import Candidate, Search, fewest_chips, usual_worlds
 from ..planner.serve import plan_service
-from ..planner.view import days_by_chips, write_plan
+from ..planner.view import compared, days_by_chips, write_comparison, write_plan
 from ..prove.own import own_validation
 from ..prove.validate import validation
 from .common import PATH, flag, option, throughline_command

@@ -16,18 +16,10 @@ from ..core.errors import Failed, WrongUse
 from ..core.recipe import build_recipe, dump_toml, load_recipe, parse_override, shipped_recipes
 from ..models.config import BERTConfig, ModelConfig, family_of
 from ..models.presets import preset, preset_names
-from ..planner.constants import constants_here
-from ..planner.hardware import Cluster, find_cluster, read_calibration, require_network, this_machine
+from ..planner.hardware import Cluster, find_cluster, require_network, this_machine
 from ..planner.run import Ramp, Run, grid_intensity
 from ..planner.search import Candidate, Found, Search, candidate_at, enumerate_layouts, find_or_offload
-from ..planner.software import (
-    OPTIMIZERS,
-    PRECISIONS,
-    PROCESSOR_RUNTIME_BYTES,
-    find_software,
-    on_processor,
-    with_optimizer,
-)
+from ..planner.software import OPTIMIZERS, PRECISIONS, find_software, on_processor, with_optimizer
 from ..planner.traffic import with_compression
 from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
 from ..train.recipes.new_recipe import usual_sections
@@ -152,6 +144,10 @@ def priced_cluster(on: str, hardware: Path | None, price: float | None) -> Clust
 def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Search, Recipe | None]:
     """What was asked, from a recipe or from the name of a preset."""
     cluster = priced_cluster(on or options["on"], options["hardware"], options["price"])
+    on_cpu = cluster.chip.key == "cpu"
+    if on_cpu:  # one processor and one memory, which all processes share
+        price, priced = cluster.price_per_chip_hour, cluster.priced
+        cluster = dataclasses.replace(this_machine(gpus), price_per_chip_hour=price, priced=priced)
     require_network(cluster, gpus)
     config, recipe, length, rows, precision = read_model(options)
     length, rows = options["length"] or length, options["rows"] or rows
@@ -171,13 +167,8 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Searc
         software = with_optimizer(software, name, config)
     if recipe is not None and software.name == "throughline":
         software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
-    measured = read_calibration() if cluster.key == "here" else {}
-    if cluster.chip.key == "cpu":  # one processor and one memory, which all processes share
-        price, priced = cluster.price_per_chip_hour, cluster.priced
-        cluster = dataclasses.replace(this_machine(gpus), price_per_chip_hour=price, priced=priced)
-        software = on_processor(software, measured.get("runtime_bytes", PROCESSOR_RUNTIME_BYTES))
-    fixed = read_fixed(options["fixed"])
-    return Search(work, cluster, software, gpus, fixed, constants_here(measured), bool(measured)), recipe
+    software = on_processor(software) if on_cpu else software
+    return Search(work, cluster, software, gpus, read_fixed(options["fixed"])), recipe
 
 
 def read_model(options: dict[str, Any]) -> tuple[ModelConfig, Recipe | None, int, int, str]:

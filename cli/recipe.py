@@ -119,8 +119,7 @@ def new(
     from ..core.hardware import chips
     from ..data.store import TokenStore
     from ..models.presets import preset_names
-    from ..planner.constants import shipped_table
-    from ..planner.hardware import find_cluster
+    from ..planner.hardware import find_cluster, shipped_table
     from ..train.recipes.new_recipe import new_recipe
     from ..train.recipes.recipe import Recipe
     from ..train.recipes.resolved import check_epochs, model_config, outlook, resolve

@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from .constants import Constants
 from .hardware import Cluster
 
 Number = Any
 
 
-def group_bandwidth(
-    cluster: Cluster, constants: Constants, ranks: Number, stride: Number, one_adapter: bool = False
-) -> Number:
+def group_bandwidth(cluster: Cluster, ranks: Number, stride: Number, one_adapter: bool = False) -> Number:
     """Bytes per second that a ring of `ranks` processes reaches, neighbours `stride` ranks apart.
 
     All groups of an axis send at once, so one that crosses nodes has the part of a node's network that its ranks are of
@@ -28,22 +25,26 @@ def group_bandwidth(
     """
     if cluster.sums:
         return 1e9 * measured_sum(cluster, ranks * stride, 2)
-    inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
-    chips, span = cluster.chips_per_node, stride * ranks
+    inner, chips, span = link_bandwidth(cluster), cluster.chips_per_node, stride * ranks
     in_node = np.clip(chips // np.maximum(stride, 1), 1, ranks)
     if one_adapter:
         in_node = np.minimum(in_node, chips / (cluster.ports_per_node or chips))
-    outer = np.minimum(inner, node_bandwidth(cluster, constants, span) * in_node / chips)
+    outer = np.minimum(inner, node_bandwidth(cluster, span) * in_node / chips)
     return np.where(span > chips, outer, inner)
 
 
-def node_bandwidth(cluster: Cluster, constants: Constants, span: Number) -> Number:
+def link_bandwidth(cluster: Cluster) -> float:
+    """Bytes per second that collectives reach between the chips of a node."""
+    return cluster.inner_gb_s * 1e9 * cluster.constants.link_fraction
+
+
+def node_bandwidth(cluster: Cluster, span: Number) -> Number:
     """Bytes per second between nodes that so many neighbouring ranks reach in all of a node: beyond a pod the spine's.
     Without a network (`hardware.require_network` refuses several nodes) the links inside.
     """
     line = (cluster.node_network_gb_s or cluster.inner_gb_s * cluster.chips_per_node) * 1e9
     pod = (cluster.nodes_per_pod or np.inf) * cluster.chips_per_node
-    return line * constants.network_fraction / np.where(span > pod, cluster.oversubscription, 1.0)
+    return line * cluster.constants.network_fraction / np.where(span > pod, cluster.oversubscription, 1.0)
 
 
 def measured_sum(cluster: Cluster, ranks: Number, column: int) -> Number:
@@ -52,13 +53,14 @@ def measured_sum(cluster: Cluster, ranks: Number, column: int) -> Number:
     return np.interp(np.log2(np.maximum(ranks, 1)), np.log2(sizes), values)
 
 
-def start_time(ranks: Number, cluster: Cluster, constants: Constants, rounds: int = 1) -> Number:
+def start_time(ranks: Number, cluster: Cluster, rounds: int = 1) -> Number:
     """Seconds before the first byte of a collective: as measured, or growing with a tree's depth, and for gathers and
     scatters, which have no tree, with every node that their ring passes.
     """
     if cluster.sums:
         return measured_sum(cluster, ranks, 1)
     nodes = np.maximum(ranks / cluster.chips_per_node - 1, 0) if rounds == 1 else 0.0
+    constants = cluster.constants
     return constants.start_s * (1 + np.log2(np.maximum(ranks, 1))) + constants.pass_s * nodes
 
 
@@ -67,7 +69,6 @@ def gather(
     ranks: Number,
     stride: Number,
     cluster: Cluster,
-    constants: Constants,
     calls: Number = 1,
     rounds: int = 1,
     one_adapter: bool = False,
@@ -75,9 +76,9 @@ def gather(
     """Seconds of all-gathers or reduce-scatters over `ranks`, `calls` of them with `size` bytes in all. A ring sends
     (n - 1) / n of the bytes a round; one rank sends nothing.
     """
-    bandwidth = group_bandwidth(cluster, constants, ranks, stride, one_adapter)
+    bandwidth = group_bandwidth(cluster, ranks, stride, one_adapter)
     sent = rounds * (ranks - 1) / ranks * size / bandwidth
-    return np.where(ranks > 1, calls * start_time(ranks, cluster, constants, rounds) + sent, 0.0)
+    return np.where(ranks > 1, calls * start_time(ranks, cluster, rounds) + sent, 0.0)
 
 
 all_reduce = functools.partial(gather, rounds=2)  # seconds of sums: each goes round the ring twice
@@ -88,7 +89,6 @@ def all_to_all(
     ranks: Number,
     stride: Number,
     cluster: Cluster,
-    constants: Constants,
     calls: Number,
     copies: int = 0,
 ) -> Number:
@@ -96,14 +96,14 @@ def all_to_all(
     leaves a node has the chip's part of its network, and goes on while the rest passes the links inside. Of rows that
     go to `copies` ranks at random those that share a node, or a rank, may be sent there once (0: each is sent).
     """
-    chips, inner = cluster.chips_per_node, cluster.inner_gb_s * 1e9 * constants.link_fraction
+    chips, inner = cluster.chips_per_node, link_bandwidth(cluster)
     near = np.clip(chips // np.maximum(stride, 1), 1, ranks)
-    outer = node_bandwidth(cluster, constants, ranks * stride) / chips
+    outer = node_bandwidth(cluster, ranks * stride) / chips
     far, close = (ranks - near) / ranks * size, (near - 1) / ranks * size
     if copies:
         far, close = far * sent_once(ranks / near, copies), close * sent_once(ranks, copies)
     sent = np.maximum(far / outer, close / inner)
-    return np.where(ranks > 1, calls * start_time(ranks, cluster, constants, 2) + sent, 0.0)
+    return np.where(ranks > 1, calls * start_time(ranks, cluster, 2) + sent, 0.0)
 
 
 def sent_once(places: Number, copies: int) -> Number:
@@ -111,16 +111,14 @@ def sent_once(places: Number, copies: int) -> Number:
     return places * (1 - (1 - 1 / np.maximum(places, 1)) ** copies) / copies
 
 
-def ring_sends(
-    size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants, calls: Number
-) -> Number:
+def ring_sends(size: Number, ranks: Number, stride: Number, cluster: Cluster, calls: Number) -> Number:
     """Seconds of `calls` sends to the next of a ring of `ranks`, all of them at once, with `size` bytes in all."""
-    bandwidth = group_bandwidth(cluster, constants, ranks, stride)
-    return np.where(ranks > 1, calls * constants.start_s + size / bandwidth, 0.0)
+    bandwidth = group_bandwidth(cluster, ranks, stride)
+    return np.where(ranks > 1, calls * cluster.constants.start_s + size / bandwidth, 0.0)
 
 
-def hop(size: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
+def hop(size: Number, stride: Number, cluster: Cluster) -> Number:
     """Seconds of one send to the next pipeline stage, `stride` ranks away: every chip of a node sends its part."""
-    inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
-    outer = node_bandwidth(cluster, constants, 2 * stride) / cluster.chips_per_node
-    return constants.start_s + size / np.where(stride >= cluster.chips_per_node, outer, inner)
+    inner = link_bandwidth(cluster)
+    outer = node_bandwidth(cluster, 2 * stride) / cluster.chips_per_node
+    return cluster.constants.start_s + size / np.where(stride >= cluster.chips_per_node, outer, inner)

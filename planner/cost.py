@@ -11,9 +11,8 @@ import numpy as np
 
 from ..models.config import BERTConfig, ModelConfig
 from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
-from .constants import FITTED, Constants
-from .hardware import Cluster
-from .kernels import Kernel, Share, head_kernels, layer_kernels, table_kernels
+from .hardware import Cluster, Constants
+from .kernels import Kernel, head_kernels, layer_kernels, share_of, table_kernels
 from .schedule import given_bubble
 from .software import NARROW, Software
 from .tables import BUCKET_BYTES, is_tied
@@ -33,32 +32,28 @@ from .work import (
     held_parameters,
     layer_parameters,
     layers_on,
+    micro_batches,
     owned_parameters,
 )
 
 Number = Any
 
 
-def step_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
-) -> dict[str, Number]:
+def step_time(work: Work, layouts: Layouts, cluster: Cluster, software: Software) -> dict[str, Number]:
     """Seconds of one optimizer step by part, as they are told; their sum is the step time."""
-    return Step(work, layouts, cluster, software, constants).parts()
+    return Step(work, layouts, cluster, software).parts()
 
 
-def step_seconds(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
-) -> float:
+def step_seconds(work: Work, layouts: Layouts, cluster: Cluster, software: Software) -> float:
     """The step time of one layout."""
-    return float(sum(step_time(work, layouts, cluster, software, constants).values()))
+    return float(sum(step_time(work, layouts, cluster, software).values()))
 
 
-def kernel_times(
-    kernels: Iterable[Kernel], cluster: Cluster, software: Software, constants: Constants
-) -> dict:
+def kernel_times(kernels: Iterable[Kernel], cluster: Cluster, software: Software) -> dict:
     """Seconds by (phase, kind), and of the attention core alone under ("forward", "core")."""
+    constants = cluster.constants
     peaks = [peak_flops(cluster, dtype) for dtype in (software.precision.compute, software.precision.narrow)]
-    bandwidth, vector = memory_bandwidth(cluster, constants), software.precision.compute in ("fp32", "fp64")
+    bandwidth, vector = memory_bandwidth(cluster), software.precision.compute in ("fp32", "fp64")
     names = software.attention_speed.items()
     speed = next((speed for name, speed in names if cluster.chip.key.startswith(name)), 1.0)
     large: Number = constants.vector_fraction if vector else 1.0
@@ -83,10 +78,10 @@ def kernel_times(
 
 
 def kernel_totals(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
+    work: Work, layouts: Layouts, cluster: Cluster, software: Software
 ) -> dict[str, dict[str, float]]:
     """Seconds, FLOPs, bytes and launches of the kernels of one step on the first process of one layout, by kind."""
-    step = Step(work, layouts, cluster, software, constants)
+    step = Step(work, layouts, cluster, software)
     names = ("seconds", "flops", "bytes", "launches")
     totals = {kind: dict.fromkeys(names, 0.0) for kind in ("product", "attention", "memory")}
     counts = float(layers_on(work.config, layouts)[0]), 1.0, float(layouts.pipeline == 1)
@@ -95,13 +90,13 @@ def kernel_totals(
             recomputed = layouts.recompute == 2 or (layouts.recompute == 1 and kernel.core)
             again = kernel.phase == "forward" and index == 0 and recomputed
             times = count * step.micro_batches * (2 if again else 1)
-            spent = kernel_times([kernel], cluster, software, constants)[kernel.phase, kernel.kind]
+            spent = kernel_times([kernel], cluster, software)[kernel.phase, kernel.kind]
             for name, value in zip(names, (spent, kernel.flops, kernel.bytes, kernel.launches), strict=True):
                 totals[kernel.kind][name] += float(times * value)
     # casts, gradients added up
     moved = float(held_parameters(work.config, layouts)) * software.pass_bytes * step.micro_batches
     totals["memory"]["bytes"] += moved
-    totals["memory"]["seconds"] += moved / memory_bandwidth(cluster, constants)
+    totals["memory"]["seconds"] += moved / memory_bandwidth(cluster)
     return totals
 
 
@@ -113,9 +108,9 @@ def peak_flops(cluster: Cluster, dtype: str) -> float:
     return tflops * 1e12 * (1.0 if dtype in ("fp32", "fp64") else achieved)
 
 
-def memory_bandwidth(cluster: Cluster, constants: Constants) -> float:
+def memory_bandwidth(cluster: Cluster) -> float:
     """Bytes per second of the chip's memory that element-wise kernels reach."""
-    return cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction
+    return cluster.chip.bandwidth_gb_s * 1e9 * cluster.constants.memory_fraction
 
 
 def sum_of(times: dict) -> Number:
@@ -140,17 +135,23 @@ class Step:
     layouts: Layouts
     cluster: Cluster
     software: Software
-    constants: Constants
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.work.config
+
+    @property
+    def constants(self) -> Constants:
+        return self.cluster.constants
 
     @property
     def micro_batches(self) -> Number:
-        """Of one process."""
-        return self.work.rows / (self.layouts.data * self.layouts.micro_rows)
+        return micro_batches(self.work, self.layouts)
 
     @property
     def tokens(self) -> Number:
         """Of a micro-batch on one process."""
-        return self.layouts.micro_rows * self.work.length * self.work.fill / self.layouts.context
+        return share_of(self.work, self.layouts).tokens
 
     @property
     def stride(self) -> Number:
@@ -165,31 +166,27 @@ class Step:
 
     def kernels(self) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
         """Of one micro-batch and process: those of a layer, of the tables and of the head."""
-        work, layouts, software = self.work, self.layouts, self.software
-        length = work.length * work.fill
-        share = Share(layouts.micro_rows, length, layouts.tensor, layouts.context, layouts.expert)
+        share, software = share_of(self.work, self.layouts), self.software
         return (
-            layer_kernels(work.config, share, software),
-            table_kernels(work.config, share, software),
-            head_kernels(work.config, share, software, share.tokens * targets(work, software)),
+            layer_kernels(self.config, share, software),
+            table_kernels(self.config, share, software),
+            head_kernels(self.config, share, software, share.tokens * targets(self.work, software)),
         )
 
     def times(self) -> tuple[dict, dict, dict]:
-        """`kernel_times` of the three lists of `kernels`."""
-        machine = self.cluster, self.software, self.constants
-        layer, table, head = (kernel_times(kernels, *machine) for kernels in self.kernels())
+        """Of the three lists of `kernels`."""
+        layer, table, head = (kernel_times(each, self.cluster, self.software) for each in self.kernels())
         return layer, table, head
 
     def parts(self) -> dict[str, Number]:
         """Seconds by part."""
-        config, layouts, software, constants = self.work.config, self.layouts, self.software, self.constants
-        full, selective, micro_batches = layouts.recompute == 2, layouts.recompute == 1, self.micro_batches
+        layouts, software, constants = self.layouts, self.software, self.constants
+        full, selective, count = layouts.recompute == 2, layouts.recompute == 1, self.micro_batches
         saved = software.saves_products  # else selective recomputation repeats the attention core alone
         repeated = {"product": (1 - saved) * (saved > 0), "memory": 1.0 * (saved > 0), "attention": 0.0}
         layer, table, head = self.times()
-        slowest = layers, has_tables, has_head = slowest_process(
-            config, layouts, *map(sum_of, (layer, table, head))
-        )
+        of_parts = sum_of(layer), sum_of(table), sum_of(head)
+        slowest = layers, has_tables, has_head = slowest_process(self.config, layouts, *of_parts)
 
         def of(kind: str) -> Number:
             """Seconds of one micro-batch on the slowest process."""
@@ -200,12 +197,12 @@ class Step:
 
         core = of("attention") + (selective & (saved == 0)) * layers * layer["forward", "core"]
         streamed = (layouts.sharding == 3) & (layouts.pipeline == 1)
-        held = held_parameters(config, layouts)
+        held = held_parameters(self.config, layouts)
         passed = np.where(streamed, held / layouts.shards, held) * software.pass_bytes
         one = {
             "matrix products": of("product"),
             "attention": core,
-            "memory-bound kernels": of("memory") + passed / memory_bandwidth(self.cluster, constants),
+            "memory-bound kernels": of("memory") + passed / memory_bandwidth(self.cluster),
         }
         busy = sum(one.values())
         issue, expert = layers * (2 + full) * self.issue_time(), self.expert_time(layers, busy)
@@ -215,15 +212,15 @@ class Step:
         one["expert"] = expert
         one["pipeline sends"] = self.hop_time()
         spent = sum(one.values())
-        per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / np.maximum(layers, 1)
+        per_layer = (spent - has_head * of_parts[2] - has_tables * of_parts[1]) / np.maximum(layers, 1)
         backward = spent * (1 + full) / (2 + full)
-        parts = {name: micro_batches * value for name, value in one.items()}
+        parts = {name: count * value for name, value in one.items()}
         parts["tensor"] = parts["tensor"] + self.partial_time()
         parts["pipeline sends"] = parts["pipeline sends"] + self.tied_time()
-        parts["bubble"] = self.bubble_time(spent, per_layer, sum_of(table), sum_of(head))
+        parts["bubble"] = self.bubble_time(spent, per_layer, *of_parts[1:])
         parts["data exposed"] = self.data_time(spent, backward)
         parts |= self.update_times(backward)
-        parts["step overhead"] = STEP_LAYERS * constants.issue_s + 0.0 * micro_batches
+        parts["step overhead"] = STEP_LAYERS * constants.issue_s + 0.0 * count
         return parts
 
     def bubble_time(self, spent: Number, layer: Number, table: Number, head: Number) -> Number:
@@ -233,27 +230,25 @@ class Step:
         layouts = self.layouts
         if layouts.given is not None:
             forward = 1 / (2 + (layouts.recompute == 2))
-            ends, micro_batches = (float(table), float(head)), round(self.micro_batches)
-            return given_bubble(layouts.given, float(layer), ends, micro_batches, forward)
+            ends, count = (float(table), float(head)), round(self.micro_batches)
+            return given_bubble(layouts.given, float(layer), ends, count, forward)
         first = np.where(layouts.turns == 1, table, 0.0)  # some percent of the bubble when interleaved
-        whole = layer * self.work.config.layers + first + head
+        whole = layer * self.config.layers + first + head
         return np.where(layouts.pipeline > 1, np.maximum(whole - spent, 0.0) / layouts.turns, 0.0)
 
     def update_times(self, backward: Number) -> dict[str, Number]:
         """Seconds of the optimizer, on the chip or the host, and what of the way there and back no backward hides."""
-        owned, numbers = (
-            owned_parameters(self.work.config, self.layouts, self.software),
-            self.software.precision,
-        )
+        owned = owned_parameters(self.config, self.layouts, self.software)
+        numbers = self.software.precision
         offloaded = np.asarray(self.layouts.offload) > 0
         updated = owned * self.software.optimizer_bytes
         moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
         exposed = np.maximum(moved - self.constants.overlap * backward, 0.1 * moved)
-        bandwidth = memory_bandwidth(self.cluster, self.constants)
-        layers = layers_on(self.work.config, self.layouts)[0]
+        bandwidth = memory_bandwidth(self.cluster)
+        layers = layers_on(self.config, self.layouts)[0]
         # every holder of a part of a matrix computes Muon's iterations on the whole
-        matrices = self.work.config.block_matrix_parameters()
-        matrices = matrices + layer_parameters(self.work.config)[0] / self.layouts.expert
+        matrices = self.config.block_matrix_parameters()
+        matrices = matrices + layer_parameters(self.config)[0] / self.layouts.expert
         iterated = layers * matrices * self.software.orthogonal_flops
         once = np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth)
         return {
@@ -268,38 +263,32 @@ class Step:
             again = again + 0.5 * (self.layouts.recompute == 1)
         ends = 1 * tables, 1 * head, 1 * again
         seconds: Number = 0.0
-        for kind, calls, size in tensor_sends(
-            self.work.config, self.software, self.tokens, aimed, layers, *ends
-        ):
+        for kind, calls, size in tensor_sends(self.config, self.software, self.tokens, aimed, layers, *ends):
             price = all_reduce if kind == "all-reduce" else gather
-            seconds = seconds + price(size, self.layouts.tensor, 1, self.cluster, self.constants, calls)
+            seconds = seconds + price(size, self.layouts.tensor, 1, self.cluster, calls)
         return seconds * (1 - self.constants.overlap * self.software.overlap_tensor)
 
     def partial_time(self) -> Number:
-        """Seconds of the gradients that our engine sums over the tensor axis once a step, on a process with the
-        tables.
-        """
+        """Seconds of the gradients that our engine sums over the tensor axis once a step, beside the tables."""
         layouts = self.layouts
         if self.software.layer_sums:
             return 0.0 * layouts.tensor
-        layer, first, last = partial_parameters(self.work.config)
-        layer = layer + layer_parameters(self.work.config)[0] / layouts.expert
-        count = layers_on(self.work.config, layouts)[0] * layer + first + last * (layouts.pipeline == 1)
-        return all_reduce(count * self.summed_number, layouts.tensor, 1, self.cluster, self.constants)
+        layer, first, last = partial_parameters(self.config)
+        layer = layer + layer_parameters(self.config)[0] / layouts.expert
+        count = layers_on(self.config, layouts)[0] * layer + first + last * (layouts.pipeline == 1)
+        return all_reduce(count * self.summed_number, layouts.tensor, 1, self.cluster)
 
     def context_time(self) -> Number:
         """Seconds of one layer's and micro-batch's sends round the ring of the context axis."""
         degrees, again = (self.layouts.tensor, self.layouts.context), 1 * (self.layouts.recompute > 0)
-        sent = context_sends(self.work.config, self.software.precision, self.tokens, *degrees, again)
+        sent = context_sends(self.config, self.software.precision, self.tokens, *degrees, again)
         calls, size = sum(calls for _, calls, _ in sent), sum(size for *_, size in sent)
-        return ring_sends(
-            size, self.layouts.context, self.layouts.tensor, self.cluster, self.constants, calls
-        )
+        return ring_sends(size, self.layouts.context, self.layouts.tensor, self.cluster, calls)
 
     def issue_time(self) -> Number:
         """Seconds of the host to issue the mean layer forward, less what graphs issue at once."""
         software, one_by_one = self.software, not self.software.fused_experts
-        experts = has_experts(self.work.config) * one_by_one * self.constants.expert_issue_s
+        experts = has_experts(self.config) * one_by_one * self.constants.expert_issue_s
         layer = self.constants.issue_s * np.where(self.layouts.tensor > 1, 1.25, 1.0)
         return (layer * (not software.graphed) + experts) * (software.graphed != "step")
 
@@ -307,28 +296,27 @@ class Step:
         """Exposed seconds of a micro-batch's exchange of rows with the processes of their experts."""
         layouts, again = self.layouts, 1 * (self.layouts.recompute == 2)
         numbers, tensor = self.software.precision, layouts.tensor
-        calls, size = expert_sends(self.work.config, numbers, self.tokens, tensor, again)
+        calls, size = expert_sends(self.config, numbers, self.tokens, tensor, again)
         # other programs count the tensor ranks among those that share the experts
         stride = 1 if self.software.layer_sums else tensor * layouts.context
-        copies = getattr(self.work.config, "experts_per_token", 0) * self.software.rows_once
-        machine = self.cluster, self.constants
-        seconds = layers * all_to_all(size, layouts.expert, stride, *machine, calls, copies)
+        copies = getattr(self.config, "experts_per_token", 0) * self.software.rows_once
+        seconds = layers * all_to_all(size, layouts.expert, stride, self.cluster, calls, copies)
         hidden = self.constants.expert_overlap * self.software.overlap_experts * busy
         return np.maximum(seconds - hidden, 0.0)
 
     def hop_time(self) -> Number:
         """Seconds of a micro-batch's sends between stages, one forward and one backward for each turn."""
         layouts = self.layouts
-        size = passed_bytes(self.work.config, self.software, self.tokens, layouts.tensor)
-        seconds = hop(size, self.stride, self.cluster, self.constants)
+        size = passed_bytes(self.config, self.software, self.tokens, layouts.tensor)
+        seconds = hop(size, self.stride, self.cluster)
         return np.where(layouts.pipeline > 1, 2 * layouts.turns * seconds, 0.0)
 
     def tied_time(self) -> Number:
         """Seconds of the sum of a tied table's gradients over the two ends of a pipeline."""
-        config, layouts = self.work.config, self.layouts
+        config, layouts = self.config, self.layouts
         table = is_tied(config) * config.vocab_size * config.width / layouts.tensor / layouts.shards
         ends, apart = np.where(layouts.pipeline > 1, 2, 1), self.stride * (layouts.pipeline - 1)
-        return all_reduce(table * self.summed_number, ends, apart, self.cluster, self.constants)
+        return all_reduce(table * self.summed_number, ends, apart, self.cluster)
 
     def data_time(self, spent: Number, backward: Number) -> Number:
         """Exposed seconds of gradients and sharded weights over the data axis.
@@ -336,15 +324,15 @@ class Step:
         Gradients hide behind the backwards after which they are summed, gathered weights behind a forward; where every
         weight is gathered for each micro-batch, all of it behind the whole step.
         """
-        config, layouts, software = self.work.config, self.layouts, self.software
-        micro_batches, numbers, shards = self.micro_batches, software.precision, layouts.shards
-        machine, alone = (self.cluster, self.constants), software.one_ring
+        config, layouts, software = self.config, self.layouts, self.software
+        count, numbers, shards = self.micro_batches, software.precision, layouts.shards
+        machine, alone = self.cluster, software.one_ring
         overlap = self.constants.overlap
         experts, others = layer_parameters(config)
         layers = layers_on(config, layouts)[0]
         of_experts, in_layers = layers * experts / layouts.expert, layers * others / layouts.tensor
         held = held_parameters(config, layouts) - of_experts
-        per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, micro_batches)
+        per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, count)
         weights = (per_layer * in_layers + per_rest * (held - in_layers)) * numbers.sent
         number = np.where(shards > 1, numbers.reduced, self.summed_number * software.gradient_share)
         gradients = sums * held * number
@@ -352,14 +340,14 @@ class Step:
         calls = sums * (layers + 1)
         near = shards, layouts.tensor
         apart = layouts.data * layouts.context / shards, layouts.tensor * shards
-        back = gather(weights, *near, *machine, per_layer * layers + per_rest, one_adapter=alone)
-        summed = gather(gradients, *near, *machine, calls, one_adapter=alone)
+        back = gather(weights, *near, machine, per_layer * layers + per_rest, one_adapter=alone)
+        summed = gather(gradients, *near, machine, calls, one_adapter=alone)
         summed = summed + all_reduce(
-            gradients / shards, *apart, *machine, np.where(shards > 1, calls, buckets), one_adapter=alone
+            gradients / shards, *apart, machine, np.where(shards > 1, calls, buckets), one_adapter=alone
         )
         if experts:  # their copies are fewer
             copies, sharded = copies_of_experts(layouts, software), shards > 1
-            moved, axis = sums * of_experts * number, (copies, layouts.expert, *machine)
+            moved, axis = sums * of_experts * number, (copies, layouts.expert, machine)
             summed = summed + np.where(
                 sharded, gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)
             )
@@ -367,7 +355,7 @@ class Step:
         hides = overlap * software.overlap_data
         unhidden = np.maximum(summed - hides * backward * sums, 0.0)
         unhidden = unhidden + np.maximum(back - hides * (spent - backward), 0.0)
-        streamed, total = back + summed, micro_batches * spent
+        streamed, total = back + summed, count * spent
         full = np.maximum(streamed - overlap * total, (1 - overlap) * np.minimum(streamed, total))
         return np.where((layouts.pipeline == 1) & (layouts.sharding == 3), full, unhidden)
 

@@ -1,4 +1,5 @@
-"""Clusters and rented machines: what joins the chips of `core/chips.toml`, and what an hour of them costs.
+"""Clusters and rented machines: what joins the chips of `core/chips.toml`, what of their speed is reached, and what an
+hour of them costs.
 
 A cluster is named by its key in `clusters.toml`, by the key of a chip (then the first machine of that chip is
 meant), by `here` (this machine), or comes from a user's TOML file of the same form, which is looked up first.
@@ -10,18 +11,53 @@ import math
 import os
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..core.artifact import read_manifest
 from ..core.errors import WrongUse, did_you_mean
 from ..core.hardware import Chip, chips, machine
-from .constants import shipped_table
 
 # FLOP in a cycle of one core in fp32 (two 16-wide multiply-adds) and a usual clock: a guess that `study` replaces
 CORE_GFLOPS = 64 * 2.5
 # power of a node at work over that of its chips: 10.2 kW of a DGX H100 (its user guide) over 8 x 700 W
 OVER_CHIPS = 1.8
+
+
+@cache
+def shipped_table(name: str) -> dict[str, Any]:
+    """The TOML table of that name beside this file: clusters, programs, bands, failures, grids."""
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of the time model, the same for every table, model and layout: fractions of what the chips of
+    `chips.toml` can do, and times in seconds.
+
+    Three were measured by others; eleven were fitted on one half of the published rows, by a hash of their names, with
+    `benchmarks/planner_fit.py` (soft L1 on the log error, every table with the same weight), and rounded within what
+    that fit can tell apart. The other half judges (`plan validate`). `throughline study` replaces them for one machine.
+    """
+
+    vector_fraction: float = 0.91  # of the peak by products without tensor cores: fp32 and fp64
+    product_inner: float = 0.12  # K per TFLOP/s at which filling the chip doubles a product's time; fitted
+    attention_fraction: float = 0.38  # of the best product's speed, by the attention core; fitted
+    memory_fraction: float = 0.66  # of the memory bandwidth, by element-wise kernels; fitted
+    launch_s: float = 21e-6  # of one kernel, with the chip's filling and draining; fitted
+    issue_s: float = 0.94e-3  # of the host, to issue one layer forward in eager execution; measured
+    start_s: float = 22e-6  # of a collective of two ranks, again for each doubling; measured: 46 us (vTrain)
+    pass_s: float = 37e-6  # of a ring's gather for every node that it passes; fitted
+    link_fraction: float = 0.757  # of NVLink by collectives; measured: 227 of 300 GB/s (vTrain, A100)
+    network_fraction: float = 0.80  # of the adapters by collectives between nodes; fitted
+    overlap: float = 0.39  # of the time behind which traffic can hide; fitted
+    expert_fraction: float = 0.49  # of a product's speed, by products of several experts one by one; fitted
+    expert_issue_s: float = 3.5e-3  # of the host, to issue a layer's experts one by one, forward; fitted
+    expert_overlap: float = 0.77  # of another micro-batch, behind which rows of experts can go; fitted
+
+
+FITTED = Constants()
 
 
 @dataclass(frozen=True)
@@ -49,6 +85,7 @@ class Cluster:
     currency: str = "USD"
     priced: str = ""  # date and kind of the price
     source: str = ""
+    constants: Constants = FITTED  # others once `study` has measured the machine
 
     @property
     def inner_gb_s(self) -> float:
@@ -162,7 +199,10 @@ def _calibrated(cluster: Cluster) -> Cluster:
         achieved=1.0,
     )
     sums = tuple(tuple(row) for row in measured.get("sums", ()))
-    return dataclasses.replace(cluster, chip=chip, node_gb_s=measured["node_gb_s"], sums=sums)
+    constants = dataclasses.replace(FITTED, **measured.get("constants", {}))
+    return dataclasses.replace(
+        cluster, chip=chip, node_gb_s=measured["node_gb_s"], sums=sums, constants=constants
+    )
 
 
 def _chips(own: dict[str, dict], where: Path | None) -> dict[str, Chip]:

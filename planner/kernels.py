@@ -14,7 +14,7 @@ import numpy as np
 
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .software import Software
-from .work import has_experts
+from .work import Layouts, Work, has_experts
 
 Kind = Literal["product", "attention", "memory"]
 Phase = Literal["forward", "backward"]
@@ -50,6 +50,12 @@ class Share:
     @property
     def tokens(self) -> Number:
         return self.rows * self.length / self.context
+
+
+def share_of(work: Work, layouts: Layouts) -> Share:
+    """A micro-batch of one process."""
+    degrees = layouts.tensor, layouts.context, layouts.expert
+    return Share(layouts.micro_rows, work.length * work.fill, *degrees)
 
 
 def linear(

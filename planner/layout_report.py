@@ -6,9 +6,9 @@ from typing import Any
 
 from ..core.console import amount, table
 from ..models.config import ModelConfig, family_of
-from .actions import pipeline_actions
 from .layout import Layout
 from .memory import host_terms, state_terms
+from .schedule import pipeline_actions
 from .tables import (
     Coordinates,
     optimizer_numbers,

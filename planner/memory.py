@@ -13,9 +13,9 @@ import numpy as np
 
 from ..models.config import ModelConfig
 from .cost import targets
-from .kernels import Share, kept_bytes
+from .kernels import kept_bytes, share_of
 from .software import Precision, Software
-from .work import Layouts, Work, held_parameters, layer_parameters, layers_on, owned_parameters
+from .work import Layouts, Work, held_parameters, layer_parameters, layers_on, micro_batches, owned_parameters
 
 Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
@@ -48,8 +48,7 @@ def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[s
     Selective keeps all but the attention core (scores); full keeps the layer's input, which sequence parallelism
     divides.
     """
-    length = work.length * work.fill
-    share = Share(layouts.micro_rows, length, layouts.tensor, layouts.context, layouts.expert)
+    share = share_of(work, layouts)
     kept = kept_bytes(work.config, share, software)
     full, selective = layouts.recompute == 2, layouts.recompute == 1
     if (
@@ -74,7 +73,7 @@ def micro_batches_in_flight(work: Work, layouts: Layouts, software: Software, be
     interleaving a little more (Korthikanti et al. 2022, section 4.2.3); all of them where forwards come first (gpipe).
     """
     pipeline, turns = layouts.pipeline, layouts.turns
-    flying = work.rows / (layouts.data * layouts.micro_rows)
+    flying = micro_batches(work, layouts)
     if not software.forwards_first:
         flying = np.minimum(behind + 1, flying)
     return flying * np.where((turns > 1) & (behind > 0), 1 + (pipeline - 1) / (pipeline * turns), 1.0)
@@ -163,10 +162,9 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     block = others / layouts.tensor + experts / layouts.expert
     rest = (config.parameter_count() - config.layers * (experts + others)) / layouts.tensor
     gathered = rest + software.gathered_blocks * block
-    flying_rows = work.rows / (layouts.data * layouts.micro_rows)
     behind = layouts.pipeline - 1 - place if place >= 0 else 0
     flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
-    tokens = Share(layouts.micro_rows, work.length * work.fill, context=layouts.context).tokens
+    tokens = share_of(work, layouts).tokens
     hidden = config.width * tokens / (layouts.tensor if software.sequence_parallel else 1)
     activations = sum(activation_bytes(work, layouts, software).values())
     activations = layers_on(config, layouts)[place] * activations * flying
@@ -177,7 +175,9 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     saved = software.on_host * owned * copied
     return state_terms(config, layouts, numbers, held, owned) | {
         "gathered weights": np.where(streamed, gathered * numbers.sent, 0.0),
-        "reduced gradients": np.where(streamed & (flying_rows > 1), rest * numbers.reduced, 0.0),
+        "reduced gradients": np.where(
+            streamed & (micro_batches(work, layouts) > 1), rest * numbers.reduced, 0.0
+        ),
         "activations": activations,
         "layer at work": layer_at_work(work, layouts, software),
         "tables": np.where(alone | (place == 0), software.dropout * hidden * flying, 0.0),

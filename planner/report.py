@@ -7,10 +7,9 @@ from typing import Any
 
 from ..core.console import amount, table
 from ..models.config import GPTConfig, ModelConfig
-from .goodput import goodput, node_failures
 from .hardware import Cluster
 from .memory import MOMENTS, stage_memory
-from .run import Run, run_facts, run_lines, saves_of
+from .run import Run, goodput, node_failures, run_facts, run_lines, saves_of
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
 from .work import RECOMPUTES
 

@@ -1,14 +1,121 @@
-"""When the work of a pipeline is done: an event simulation of the action lists.
+"""The order of work in a pipeline as data, and when it is done: what each process does, micro-batch by micro-batch.
 
-The lists are those of `actions.py`, which are also those that run. An action starts when its process is free and
-what it needs has arrived: a forward needs the stage before, a backward the stage after. A send takes `hop` seconds.
+No torch here: a plan simulates these lists, and a test compares them with the schedules of torch that run. F is a
+forward, B a whole backward; zero-bubble schedules split it into I (gradients of inputs) and W (of weights). Waiting is
+not in the lists: an action starts when what it needs is there. Sources: 1F1B and interleaving, Narayanan et al. 2021
+(section 2.2); zero bubble, Qi et al. 2023 (sections 3 and 6).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from .actions import Action, pipeline_actions
 from .layout import Layout
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of work; printed as torch prints it: 3F0 is the forward of micro-batch 0 on stage 3."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+def pipeline_actions(layout: Layout, micro_batches: int) -> list[list[Action]]:
+    """The actions of every pipeline rank, in order. The layout and the micro-batches must be legal
+    (`layout_problems`).
+    """
+    ranks = range(layout.pipeline)
+    if layout.schedule == "zero-bubble-v":
+        return [_zero_bubble_v(layout.pipeline, micro_batches, rank) for rank in ranks]
+    if layout.schedule.startswith("interleaved"):
+        return [_interleaved(layout, micro_batches, rank) for rank in ranks]
+    return [_one_stage(layout, micro_batches, rank) for rank in ranks]
+
+
+def _one_stage(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
+    """gpipe: all forwards, all backwards. 1f1b: as many forwards first as there are stages from here on, then
+    one of each.
+    """
+    ahead = micro_batches if layout.schedule == "gpipe" else min(micro_batches, layout.pipeline - rank)
+    actions = [Action(rank, "F", i) for i in range(ahead)]
+    for done in range(micro_batches):
+        actions.append(Action(rank, "B", done))
+        if ahead + done < micro_batches:
+            actions.append(Action(rank, "F", ahead + done))
+    return actions
+
+
+def _interleaved(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
+    """Rounds of about as many micro-batches as processes: each goes through one stage of the process, then
+    through the next.
+
+    Zero bubble runs ahead half as far and takes the gradients of weights `rank` backwards later.
+    """
+    pipeline, chunks = layout.pipeline, layout.stages_per_process
+    split = layout.schedule == "interleaved-zero-bubble"
+    in_round = micro_batches // max(1, micro_batches // pipeline)
+    total = chunks * micro_batches
+
+    def place(index: int, backwards: bool) -> tuple[int, int]:
+        """Stage and micro-batch of the index-th forward, or backward, of this process."""
+        chunk, within = divmod(index, in_round)
+        turn = chunks - 1 - chunk % chunks if backwards else chunk % chunks
+        return turn * pipeline + rank, chunk // chunks * in_round + within
+
+    def make(kind: Kind, index: int) -> Action:
+        stage, micro_batch = place(index, kind != "F")
+        return Action(stage, kind, micro_batch)
+
+    ahead = min((chunks - 1) * in_round + (1 if split else 2) * (pipeline - 1 - rank), total)
+    actions = [make("F", index) for index in range(ahead)]
+    for done in range(total):
+        if ahead + done < total:
+            actions.append(make("F", ahead + done))
+        actions.append(make("I" if split else "B", done))
+        if split and done >= rank:
+            actions.append(make("W", done - rank))
+    return actions + ([make("W", index) for index in range(max(total - rank, 0), total)] if split else [])
+
+
+def _zero_bubble_v(pipeline: int, micro_batches: int, rank: int) -> list[Action]:
+    """The V: a process has the stage `rank` on the way down and its mirror on the way up, and alternates
+    between them.
+
+    Written for at least 2 x pipeline - 1 micro-batches; of fewer, the others are left out.
+    """
+    down, up = rank, 2 * pipeline - 1 - rank
+    enough = max(2 * pipeline - 1, micro_batches)
+    actions: list[Action] = []
+    count = {(stage, kind): 0 for stage in (down, up) for kind in ("F", "I", "W")}
+
+    def add(stage: int, kinds: str) -> None:
+        for kind in kinds:
+            actions.append(Action(stage, kind, count[stage, kind]))  # type: ignore[arg-type]
+            count[stage, kind] += 1
+
+    add(down, "F" * (2 * (pipeline - rank) - 1))
+    for _ in range(rank):
+        add(up, "F")
+        add(down, "F")
+    for _ in range(pipeline - rank):
+        add(up, "FIW")
+    while count[up, "F"] < count[down, "F"] or count[down, "F"] < enough:
+        add(down, "FIW" if count[down, "F"] < enough else "IW")
+        add(up, "FIW")
+    for _ in range(rank):
+        add(down, "I")
+        add(up, "I")
+    add(down, "IW" * (pipeline - rank))
+    for stage in (up, down):
+        add(stage, "W" * (count[stage, "I"] - count[stage, "W"]))
+    return [action for action in actions if action.micro_batch < micro_batches]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .constants import FITTED, Constants, shipped_table
 from .cost import step_time
-from .hardware import Cluster
+from .hardware import FITTED, Cluster, shipped_table
 from .layout import Layout, Schedule, divisors, layout_problems
 from .memory import capacity_bytes, host_bytes, needed_bytes
 from .software import Software
@@ -68,8 +67,6 @@ class Search:
     software: Software
     world: int
     fixed: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    constants: Constants = FITTED
-    calibrated: bool = False  # by a study of the machine
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def find_layouts(search: Search, count: int = 8) -> Found:
     if not np.size(layouts.tensor):
         empty = np.zeros(0)
         return Found(search, layouts, empty, empty, empty.astype(bool), [])
-    parts = step_time(search.work, layouts, search.cluster, search.software, search.constants)
+    parts = step_time(search.work, layouts, search.cluster, search.software)
     seconds = sum(np.broadcast_to(part, np.shape(layouts.tensor)) for part in parts.values())
     needed = needed_bytes(search.work, layouts, search.software)
     fits = fit_in(search, needed, host_bytes(search.work, layouts, search.software))
@@ -211,7 +208,7 @@ def candidate_at(search: Search, layouts: Layouts) -> Candidate:
     """One layout priced by itself."""
     numbers: dict[str, Any] = {axis: int(getattr(layouts, axis)) for axis in AXES}
     layouts = Layouts(**numbers)
-    times = step_time(search.work, layouts, search.cluster, search.software, search.constants)
+    times = step_time(search.work, layouts, search.cluster, search.software)
     parts = {name: float(value) for name, value in times.items()}
     needed = float(needed_bytes(search.work, layouts, search.software))
     host = float(host_bytes(search.work, layouts, search.software))
@@ -318,4 +315,4 @@ def band(search: Search) -> float:
     row, chips = table.get(search.software.name), {chip for row in table.values() for chip in row["chips"]}
     if row and search.cluster.chip.key in chips:
         return row["band"]
-    return UNKNOWN / (2 if search.calibrated else 1)
+    return UNKNOWN / (1 if search.cluster.constants is FITTED else 2)

@@ -10,7 +10,7 @@ from functools import cache
 
 from ..core.errors import WrongUse
 from ..models.config import ModelConfig
-from .constants import shipped_table
+from .hardware import read_calibration, shipped_table
 from .tables import optimizer_numbers, parameter_shapes
 
 ADAM_BYTES = 36  # read and written for one parameter: gradient, weight, moments and master
@@ -99,9 +99,10 @@ LARGE_VOCABULARY = 8192
 PROCESSOR_RUNTIME_BYTES = 435 * 2**20  # interpreter and torch, until `study` has measured it
 
 
-def on_processor(software: Software, runtime_bytes: float = PROCESSOR_RUNTIME_BYTES) -> Software:
+def on_processor(software: Software) -> Software:
     """The same program where the host's processor computes: one memory holds everything."""
-    return replace(software, on_host=True, runtime_bytes=runtime_bytes, logits_at_once=2**26)
+    runtime = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
+    return replace(software, on_host=True, runtime_bytes=runtime, logits_at_once=2**26)
 
 
 NARROW = ("fp8", "mxfp8", "nvfp4")

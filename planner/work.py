@@ -88,6 +88,11 @@ def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -
     )
 
 
+def micro_batches(work: Work, layouts: Layouts) -> Number:
+    """Of one process in a step."""
+    return work.rows / (layouts.data * layouts.micro_rows)
+
+
 def layers_on(config: ModelConfig, layouts: Layouts) -> list[Number]:
     """Layers of the first and of the last process of the pipeline, where what is left over goes to the first stages;
     of all its processes where a recipe says how the layers are split.

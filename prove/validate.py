@@ -17,9 +17,8 @@ from typing import Any
 
 from ..core.console import table
 from ..models.presets import preset
-from ..planner.constants import FITTED, Constants
 from ..planner.cost import step_seconds
-from ..planner.hardware import Cluster, find_cluster
+from ..planner.hardware import FITTED, Cluster, Constants, find_cluster
 from ..planner.memory import capacity_bytes, device_terms, needed_bytes
 from ..planner.serve import largest_service
 from ..planner.software import Software, find_software
@@ -102,9 +101,9 @@ def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
 
 def predict(case: Case, constants: Constants = FITTED) -> float:
     """Seconds of the whole case."""
+    cluster = dataclasses.replace(case.cluster, constants=constants)
     return sum(
-        steps * step_seconds(work, layouts, case.cluster, case.software, constants)
-        for steps, work, layouts in case.phases
+        steps * step_seconds(work, layouts, cluster, case.software) for steps, work, layouts in case.phases
     )
 
 

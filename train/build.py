@@ -17,8 +17,7 @@ from ..core.errors import MissingExtra, WrongUse
 from ..data.options import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
-from ..planner.layout import ZERO_BUBBLE, Layout
-from ..planner.nearest import require_world
+from ..planner.layout import ZERO_BUBBLE, Layout, require_world
 from .checkpoints.weights_in import adopt, check_tokens, open_weights, start_from
 from .compile import to_compile
 from .corpus import Corpus, open_corpus

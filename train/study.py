@@ -21,9 +21,8 @@ import torch
 from ..core.allocator import keep_freed_memory, peak_bytes, restart_peak
 from ..core.hardware import machine
 from ..models.config import ModelConfig
-from ..planner.constants import FITTED, Constants
 from ..planner.cost import step_seconds
-from ..planner.hardware import Cluster, this_machine
+from ..planner.hardware import FITTED, Cluster, this_machine
 from ..planner.memory import IN_A_STEP
 from .build import build_trainer, plan_run
 from .parallel.mesh import make_mesh
@@ -95,15 +94,13 @@ def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
     return Stretch(name, recipe, plan.config, statistics.median(times), high - low, int(peak.item()))
 
 
-def predict(stretch: Stretch, cluster: Cluster, constants: Constants) -> float:
+def predict(stretch: Stretch, cluster: Cluster) -> float:
     """The planner's step time of a stretch."""
     work, layouts, software = described(stretch.config, stretch.recipe)
-    return step_seconds(work, layouts, cluster, software, constants)
+    return step_seconds(work, layouts, cluster, software)
 
 
-def probed(
-    cluster: Cluster, probes: dict[str, float], dtype: str, summed: list[dict[str, float]]
-) -> tuple[Cluster, Constants]:
+def probed(cluster: Cluster, probes: dict[str, float], dtype: str, summed: list[dict[str, float]]) -> Cluster:
     """The machine by its probes: what was measured was reached, so no fraction of it is taken again."""
     chip = dataclasses.replace(
         cluster.chip,
@@ -118,22 +115,20 @@ def probed(
         start = sums[-1][1] / (1 + math.log2(sums[-1][0]))
         constants = dataclasses.replace(constants, start_s=start, link_fraction=1.0)
         cluster = dataclasses.replace(cluster, node_gb_s=sums[-1][2], sums=sums)
-    return dataclasses.replace(cluster, chip=chip), constants
+    return dataclasses.replace(cluster, chip=chip, constants=constants)
 
 
-def refit(
-    runs: list[Stretch], cluster: Cluster, constants: Constants, dtype: str
-) -> tuple[Cluster, Constants]:
+def refit(runs: list[Stretch], cluster: Cluster, dtype: str) -> Cluster:
     """Speed of products and launch time of least log error over the runs; a weak pull keeps both near the probes."""
 
-    def with_factors(speed: float, launch: float) -> tuple[Cluster, Constants]:
+    def with_factors(speed: float, launch: float) -> Cluster:
         tflops = cluster.chip.tflops | {dtype: cluster.chip.tflops[dtype] * speed}
         chip = dataclasses.replace(cluster.chip, tflops=tflops)
-        slower = dataclasses.replace(constants, launch_s=constants.launch_s * launch)
-        return dataclasses.replace(cluster, chip=chip), slower
+        slower = dataclasses.replace(cluster.constants, launch_s=cluster.constants.launch_s * launch)
+        return dataclasses.replace(cluster, chip=chip, constants=slower)
 
     def loss(factors: tuple[float, float]) -> float:
-        errors = [math.log(predict(run, *with_factors(*factors)) / run.seconds) for run in runs]
+        errors = [math.log(predict(run, with_factors(*factors)) / run.seconds) for run in runs]
         return sum(error**2 for error in errors) + 1e-3 * sum(math.log(factor) ** 2 for factor in factors)
 
     speeds = [2 ** (power / 4) for power in range(-12, 13)]
@@ -151,29 +146,30 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
     summed = probe_all_reduce(device)
     with tempfile.TemporaryDirectory() as cache:  # of text made into tokens
         runs = stretches(recipe, steps, Path(cache))
-    guess = this_machine(recipe.parallel.layout().world)
+    guess = dataclasses.replace(this_machine(recipe.parallel.layout().world), constants=FITTED)
     # of a stretch, which saves and evaluates nothing, without what the program itself takes
     terms = [predicted_memory(run.config, run.recipe, device.type, IN_A_STEP) for run in runs]
     run_bytes = [sum(found.values()) - found.get("runtime", 0) for found in terms]
     runtime = max(runs[1].peak_bytes - run_bytes[1], 0)
     world = recipe.parallel.layout().world if device.type == "cpu" else 1
     by_probes = probed(guess, probes, precision, summed)
-    fitted, constants = refit(runs[:2], *by_probes, precision)
+    fitted = refit(runs[:2], by_probes, precision)
     rows = [
         {
             "run": run.name,
             "measured_seconds": run.seconds,
             "spread_seconds": run.spread,
-            "datasheet_seconds": predict(run, guess, FITTED),
-            "probes_seconds": predict(run, *by_probes),
-            "refit_seconds": predict(run, fitted, constants),
+            "datasheet_seconds": predict(run, guess),
+            "probes_seconds": predict(run, by_probes),
+            "refit_seconds": predict(run, fitted),
             "measured_bytes": run.peak_bytes,
             "refit_bytes": run_bytes[index] + runtime,
             "left_out": index == 2,
         }
         for index, run in enumerate(runs)
     ]
-    changed = {name: value for name, value in vars(constants).items() if value != getattr(FITTED, name)}
+    constants = vars(fitted.constants).items()
+    changed = {name: value for name, value in constants if value != getattr(FITTED, name)}
     return {
         "machine": machine().cpu.name,
         "device": str(device),

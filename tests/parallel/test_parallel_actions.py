@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 from throughline.core.recipe import build_recipe
-from throughline.planner.actions import Action, pipeline_actions
 from throughline.planner.cost import step_time
 from throughline.planner.hardware import find_cluster
 from throughline.planner.layout import STAGES_PER_PROCESS, Layout
+from throughline.planner.schedule import Action, pipeline_actions
 from throughline.train.parallel.pipeline import SCHEDULES
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import described, layout_facts, model_config, resolve

@@ -15,10 +15,13 @@ from throughline.models.config import BERTConfig, GPTConfig
 from throughline.planner.layout import (
     AXES,
     Layout,
+    _three_factors,
     default_micro_rows,
     layout_problems,
+    nearest_layouts,
+    require_world,
+    set_options,
 )
-from throughline.planner.nearest import _three_factors, nearest_layouts, require_world, set_options
 from throughline.planner.tables import (
     Coordinates,
     bucket_slices,

@@ -8,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from throughline.planner.collectives import all_reduce, gather  # noqa: E402
-from throughline.planner.constants import FITTED  # noqa: E402
 from throughline.planner.hardware import this_machine  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.rates import group_sizes, probe_all_reduce  # noqa: E402
@@ -35,14 +34,14 @@ def test_a_group_costs_what_was_measured_for_its_size() -> None:
     size = 1e8
     for ranks, start, speed in SUMS:
         expected = start + 2 * (ranks - 1) / ranks * size / speed / 1e9
-        assert float(all_reduce(size, ranks, 1, cluster, FITTED)) == pytest.approx(expected, rel=1e-12)
+        assert float(all_reduce(size, ranks, 1, cluster)) == pytest.approx(expected, rel=1e-12)
     pairs, spread, four = (
-        float(gather(size, ranks, stride, cluster, FITTED)) for ranks, stride in ((2, 1), (2, 4), (4, 1))
+        float(gather(size, ranks, stride, cluster)) for ranks, stride in ((2, 1), (2, 4), (4, 1))
     )
     assert spread == pytest.approx(
         1e-4 + size / 2 / 0.5e9, rel=1e-12
     )  # two neighbours four apart span all eight
     assert four == pytest.approx(2.5e-4 + 0.75 * size / 1.25e9, rel=1e-12)
-    many = all_reduce(size, np.array([1, 2, 8, 64]), 1, cluster, FITTED)
+    many = all_reduce(size, np.array([1, 2, 8, 64]), 1, cluster)
     assert many[0] == 0 and many[1] < many[2] < many[3]  # beyond what was measured: the largest group's
     assert pairs < spread

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 from throughline.models.presets import preset
-from throughline.planner.constants import FITTED
 from throughline.planner.cost import HOST_UPDATE_BYTES_PER_S, step_time
-from throughline.planner.hardware import find_cluster
+from throughline.planner.hardware import FITTED, find_cluster
 from throughline.planner.layout import Layout
 from throughline.planner.memory import FRAGMENTATION, device_terms, needed_bytes
 from throughline.planner.search import Search, candidate_at, find_layouts, fit_in, why_not
@@ -128,7 +127,8 @@ def test_no_more_hides_than_there_is_to_hide_behind() -> None:
     for recompute, share in (("none", 1 / 2), ("full", 2 / 3)):
         layouts = layouts_of(Layout(data=2), 1, recompute, False)
         hidden, bare = (
-            step_time(WORK, layouts, slow, OURS, replace(FITTED, overlap=overlap)) for overlap in (0.5, 0.0)
+            step_time(WORK, layouts, replace(slow, constants=replace(FITTED, overlap=overlap)), OURS)
+            for overlap in (0.5, 0.0)
         )
         names = ("matrix products", "attention", "memory-bound kernels", "host issue")
         spent = sum(float(bare[name]) for name in names) / 32  # micro-batches

@@ -2,15 +2,16 @@
 
 import statistics
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from throughline.models.presets import preset
 from throughline.planner.cost import kernel_totals, step_time
-from throughline.planner.goodput import PRODUCTION
-from throughline.planner.hardware import find_cluster
+from throughline.planner.hardware import FITTED, Constants, find_cluster
 from throughline.planner.memory import activation_bytes
+from throughline.planner.run import PRODUCTION
 from throughline.planner.search import Search, band
 from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
@@ -75,14 +76,14 @@ def test_a_band_is_of_program_and_chip() -> None:
     """35 % where either has no row; half of it after a study; the rows' own where both have some."""
     work = Work(preset("gpt3-13b"), 64, 2048)
 
-    def wide(software: str, on: str, calibrated: bool = False) -> float:
-        cluster = find_cluster(on)
-        return band(Search(work, cluster, find_software(software), 8, calibrated=calibrated))
+    def wide(software: str, on: str, constants: Constants = FITTED) -> float:
+        cluster = replace(find_cluster(on), constants=constants)
+        return band(Search(work, cluster, find_software(software), 8))
 
     shipped = tomllib.loads((ROOT / "planner" / "bands.toml").read_text())
     assert wide("nemo", "dgx-h100") == shipped["nemo"]["band"]
     assert wide("throughline", "dgx-h100") == wide("nemo", "mi300x-8") == 0.35
-    assert wide("throughline", "dgx-h100", calibrated=True) == 0.175
+    assert wide("throughline", "dgx-h100", Constants(launch_s=1e-6)) == 0.175
 
 
 def test_what_is_left_out_says_why() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from throughline.cli.main import main
 from throughline.cli.plan import command
 from throughline.core.hardware import chips
-from throughline.planner.constants import shipped_table
+from throughline.planner.hardware import shipped_table
 from throughline.planner.software import OPTIMIZERS, PRECISIONS
 from throughline.planner.work import RECOMPUTES, SHARDINGS
 

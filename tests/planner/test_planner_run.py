@@ -9,22 +9,24 @@ import numpy as np
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.models.presets import preset
-from throughline.planner.compare import compared, write_comparison
 from throughline.planner.cost import peak_flops, step_seconds, step_time
-from throughline.planner.goodput import (
+from throughline.planner.hardware import OVER_CHIPS, find_cluster
+from throughline.planner.layout import Layout
+from throughline.planner.run import (
     PRODUCTION,
+    Run,
     goodput,
     node_failures,
+    run_facts,
+    run_seconds,
     save_interval,
     spare_nodes,
     trained_share,
     usual_failures,
 )
-from throughline.planner.hardware import OVER_CHIPS, find_cluster
-from throughline.planner.layout import Layout
-from throughline.planner.run import Run, run_facts, run_seconds
 from throughline.planner.search import Search, find_layouts, simplest_first, usual_worlds
 from throughline.planner.software import find_software, with_optimizer
+from throughline.planner.view import compared, write_comparison
 from throughline.planner.work import Work, layouts_of
 
 CONFIG = preset("sc21-1.7b")

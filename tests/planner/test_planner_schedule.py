@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from throughline.models.presets import preset
-from throughline.planner.constants import FITTED
 from throughline.planner.cost import (
     head_kernels,
     kernel_times,
@@ -16,7 +15,7 @@ from throughline.planner.cost import (
     sum_of,
     table_kernels,
 )
-from throughline.planner.hardware import find_cluster
+from throughline.planner.hardware import FITTED, find_cluster
 from throughline.planner.kernels import Share
 from throughline.planner.layout import Layout
 from throughline.planner.memory import needed_bytes, stage_memory
@@ -95,16 +94,16 @@ def test_a_given_split_is_priced_as_it_runs(split: tuple[int, ...]) -> None:
     layout = Layout(pipeline=3, layers_per_stage=split)
     software = replace(find_software("throughline", "bf16"), pass_bytes=0)
     work, layouts = Work(GPT, 32, 1024), layouts_of(layout, 1, "none", False)
-    cluster, share = find_cluster("dgx-a100-80gb"), Share(1, 1024)
+    cluster, share = replace(find_cluster("dgx-a100-80gb"), constants=FREE), Share(1, 1024)
     lists = (
         layer_kernels(GPT, share, software),
         table_kernels(GPT, share, software),
         head_kernels(GPT, share, software, 1024),
     )
-    layer, table, head = (sum_of(kernel_times(kernels, cluster, software, FREE)) for kernels in lists)
+    layer, table, head = (sum_of(kernel_times(kernels, cluster, software)) for kernels in lists)
     stages = [count * layer + (index == 0) * table + (index == 2) * head for index, count in enumerate(split)]
     events = simulate(layout, 32, [time / 3 for time in stages], [2 * time / 3 for time in stages])
-    parts = step_time(work, layouts, cluster, software, FREE)
+    parts = step_time(work, layouts, cluster, software)
     spent = sum(value for name, value in parts.items() if name not in ("optimizer", "step overhead"))
     assert spent == pytest.approx(max(event.end for event in events), rel=0.001)
 
@@ -144,12 +143,12 @@ def test_the_bubble_of_the_time_model_is_that_of_the_lists(pipeline: int, turns:
     software, work = replace(find_software("throughline", "bf16"), pass_bytes=0), Work(GPT, 32, 1024)
     schedule = "interleaved-1f1b" if turns > 1 else "1f1b"
     layout = Layout(pipeline=pipeline, schedule=schedule, stages_per_process=turns)  # type: ignore[arg-type]
-    cluster = find_cluster("dgx-a100-80gb")
-    parts = step_time(work, layouts_of(layout, 1, "none", False), cluster, software, FREE)
+    cluster = replace(find_cluster("dgx-a100-80gb"), constants=FREE)
+    parts = step_time(work, layouts_of(layout, 1, "none", False), cluster, software)
     busy = sum(parts[name] for name in ("matrix products", "attention", "memory-bound kernels"))
     share = Share(1, 1024)
-    head = sum_of(kernel_times(head_kernels(GPT, share, software, 1024), cluster, software, FREE))
-    table = sum_of(kernel_times(table_kernels(GPT, share, software), cluster, software, FREE))
+    head = sum_of(kernel_times(head_kernels(GPT, share, software, 1024), cluster, software))
+    table = sum_of(kernel_times(table_kernels(GPT, share, software), cluster, software))
     stages = [float(busy / 32 - head) / turns] * layout.stages  # the slowest process has the head
     stages[-1] += float(head)
     stages[0] += float(table) * (turns == 1)

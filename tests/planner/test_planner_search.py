@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from throughline.core.hardware import chips
 from throughline.models.presets import preset
-from throughline.planner.constants import shipped_table
 from throughline.planner.cost import step_time
-from throughline.planner.hardware import find_cluster
+from throughline.planner.hardware import find_cluster, shipped_table
 from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory
 from throughline.planner.report import explain
 from throughline.planner.run import Run

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from throughline.core.hardware import Chip
 from throughline.models.presets import preset
-from throughline.planner.constants import FITTED
 from throughline.planner.cost import step_time
-from throughline.planner.hardware import Cluster
+from throughline.planner.hardware import FITTED, Cluster
 from throughline.planner.layout import Layout, layout_problems
 from throughline.planner.traffic import StepShape, traffic
 from throughline.planner.work import Work, layouts_of
@@ -17,7 +16,12 @@ from throughline.planner.work import Work, layouts_of
 # links of a byte a second and nothing that hides behind work: seconds of an axis are the bytes that a process sends
 BYTES = replace(FITTED, link_fraction=1.0, network_fraction=1.0, start_s=0.0, overlap=0.0)
 CLUSTER = Cluster(
-    "slow", Chip("chip", "chip", 1e9, 1e9, {"bf16": 1e9, "fp32": 1e9}), "slow", 4096, node_gb_s=1e-9
+    "slow",
+    Chip("chip", "chip", 1e9, 1e9, {"bf16": 1e9, "fp32": 1e9}),
+    "slow",
+    4096,
+    node_gb_s=1e-9,
+    constants=BYTES,
 )
 MODELS = {
     "gpt2-124m": {"vocab_size": 50304, "sequence_length": 1024},
@@ -71,7 +75,7 @@ def test_seconds_at_a_byte_a_second_are_the_bytes_of_the_account(seed: int) -> N
     layout, shape, work = drawn(seed)
     ranks = [sent_bytes(layout, shape, work, rank) for rank in range(layout.pipeline)]
     layouts = layouts_of(layout, shape.rows, shape.recompute, False)
-    parts = step_time(work, layouts, CLUSTER, shape.software, BYTES)
+    parts = step_time(work, layouts, CLUSTER, shape.software)
     for axis, part in AXES.items():
         near = 1e-9 if axis == "context" else 0.05
         said = [sent[axis] for sent in ranks]

@@ -11,8 +11,7 @@ from throughline.cli.main import main
 from throughline.core.artifact import verify_artifact
 from throughline.core.hardware import machine
 from throughline.core.recipe import dump_toml
-from throughline.planner.constants import FITTED
-from throughline.planner.hardware import this_machine
+from throughline.planner.hardware import FITTED, this_machine
 from throughline.planner.memory import capacity_bytes
 from throughline.train.build import plan_run
 from throughline.train.recipes.recipe import Recipe
@@ -26,15 +25,16 @@ def test_refit_finds_the_machine_that_made_the_times(make_recipe: Callable[..., 
     """
     big, small = make_recipe(train={"batch_rows": 64}), make_recipe(train={"batch_rows": 4})
     probes = {"tflops": 0.05, "bandwidth_gb_s": 10.0, "launch_s": 2e-6}
-    cluster, constants = probed(this_machine(), probes, "fp32", [])
+    cluster = probed(this_machine(), probes, "fp32", [])
     chip = dataclasses.replace(cluster.chip, tflops=cluster.chip.tflops | {"fp32": 0.025})
-    truth = dataclasses.replace(cluster, chip=chip), dataclasses.replace(constants, launch_s=8e-6)
+    constants = dataclasses.replace(cluster.constants, launch_s=8e-6)
+    truth = dataclasses.replace(cluster, chip=chip, constants=constants)
     runs = [Stretch("run", recipe, model_config(recipe, 64), 1.0, 0.0) for recipe in (big, small)]
-    runs = [dataclasses.replace(run, seconds=predict(run, *truth)) for run in runs]
-    found, changed = refit(runs, cluster, constants, "fp32")
+    runs = [dataclasses.replace(run, seconds=predict(run, truth)) for run in runs]
+    found = refit(runs, cluster, "fp32")
     for run in runs:
-        assert predict(run, found, changed) == pytest.approx(run.seconds, rel=0.02)
-    assert changed.launch_s == pytest.approx(8e-6, rel=0.5)
+        assert predict(run, found) == pytest.approx(run.seconds, rel=0.02)
+    assert found.constants.launch_s == pytest.approx(8e-6, rel=0.5)
 
 
 def test_study_writes_a_calibration_that_predictions_use(

@@ -28,7 +28,7 @@ from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
 from ...models.sentence import read_sentence
-from ...planner.nearest import require_world
+from ...planner.layout import require_world
 from ..build import RunPlan
 from ..checkpoints.checkpoint import load_weights
 from ..checkpoints.finding import locate

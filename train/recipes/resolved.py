@@ -15,9 +15,8 @@ from ...core.files import read_json
 from ...core.hardware import computes_in, machine
 from ...models.config import FAMILIES, ModelConfig, family_of
 from ...models.presets import preset, preset_names
-from ...planner.constants import Constants, constants_here
 from ...planner.cost import kernel_totals, step_seconds
-from ...planner.hardware import Cluster, read_calibration, this_machine
+from ...planner.hardware import Cluster, this_machine
 from ...planner.layout import ZERO_BUBBLE, default_micro_rows
 from ...planner.layout_report import layout_report
 from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
@@ -200,8 +199,7 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     software = dataclasses.replace(software, precision=numbers)
     software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
     if device == "cpu":
-        measured = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
-        software = on_processor(software, measured)
+        software = on_processor(software)
     evaluated = train.sequence_length * evaluated_rows(device, config.vocab_size, train.sequence_length)
     software = dataclasses.replace(
         software,
@@ -232,20 +230,16 @@ def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
     return {name: round(float(size)) for name, size in terms.items() if size}
 
 
-def predicted_step_seconds(
-    config: ModelConfig, recipe: Recipe, cluster: Cluster | None = None, constants: Constants | None = None
-) -> float:
+def predicted_step_seconds(config: ModelConfig, recipe: Recipe, cluster: Cluster | None = None) -> float:
     """Seconds of one step here, or on another cluster; by the datasheet until `study` has measured this machine."""
     work, layouts, software = described(config, recipe)
-    cluster = cluster or this_machine(layouts.world)
-    return step_seconds(work, layouts, cluster, software, constants or constants_here(read_calibration()))
+    return step_seconds(work, layouts, cluster or this_machine(layouts.world), software)
 
 
 def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, float]]:
     """What the planner's kernels come to in one step on the first process, by kind: what a profile should show."""
     work, layouts, software = described(config, recipe)
-    constants = constants_here(read_calibration())
-    return kernel_totals(work, layouts, this_machine(layouts.world), software, constants)
+    return kernel_totals(work, layouts, this_machine(layouts.world), software)
 
 
 def step_shape(recipe: Recipe) -> StepShape:

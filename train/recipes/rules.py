@@ -11,8 +11,7 @@ from functools import partial
 from ...core.errors import WrongUse
 from ...core.recipe import Problem
 from ...models.config import BERTConfig, ModelConfig, family_of
-from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems
-from ...planner.nearest import nearest_layouts, set_options
+from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems, nearest_layouts, set_options
 from .recipe import ObjectiveSection, Recipe
 from .resolved import micro_rows, model_config, model_family
 
