@@ -161,8 +161,10 @@ def checkpoint(
     Example:  throughline plan checkpoint llama-70b --gpus 1024 --on dgx-h100 --rows 2048
     """
     search, recipe = make_search(gpus, options)
-    stops: dict[str, Any] = {"save_s": save_seconds or 0.0, "restart_s": restart_seconds, "repair_days": repair_days}
-    run = dataclasses.replace(make_run(options, recipe, tokens=1e12), **stops)
+    run = make_run(options, recipe, tokens=1e12)
+    run = dataclasses.replace(
+        run, save_s=save_seconds or 0.0, restart_s=restart_seconds, repair_days=repair_days
+    )
     console.result(*checkpoint_facts(search, fitting(search).best[0], run, bool(options["target_tokens"])))
 
 
