@@ -28,14 +28,9 @@ from throughline.models.gpt import GPT
 from throughline.models.init import build
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.parallel.compression import (
-    Bf16Sum,
-    CommunicationHook,
-    Communicator,
-    PowerSum,
-)
+from throughline.train.parallel.compression import Bf16Sum, CommunicationHook, OneBitAdam, PowerSum
+from throughline.train.parallel.data import Communicator
 from throughline.train.parallel.mesh import Axis
-from throughline.train.parallel.onebit import OneBitAdam
 
 TEXT = Path(__file__).resolve().parents[1] / "recipes" / "samples" / "tinyshakespeare"
 ROWS, LENGTH, VALIDATION_ROWS = 16, 64, 256

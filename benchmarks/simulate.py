@@ -28,8 +28,8 @@ from throughline.planner.layout import Layout
 from throughline.planner.traffic import StepShape, Traffic
 from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, prepare
+from throughline.train.parallel.data import before_backward
 from throughline.train.parallel.mesh import Mesh, make_mesh
-from throughline.train.parallel.sharding import before_backward
 from throughline.train.stage import Stage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

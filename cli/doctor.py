@@ -36,7 +36,7 @@ def command() -> None:
     rates, slow = _rates()
     if int(os.environ.get("RANK", 0)) > 0:
         return  # the first process says it
-    from ..train.parallel.numa import numa_nodes
+    from ..train.parallel.launch import numa_nodes
 
     machine = hardware.machine()
     wanted = _wanted()

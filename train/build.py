@@ -278,8 +278,7 @@ def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:
     section = recipe.compression
     if section.scheme == "none" or engine.layout.data == 1:
         return build_optimizer(engine, recipe)
-    from .parallel.compression import Bf16Sum, PowerSum
-    from .parallel.onebit import OneBitAdam
+    from .parallel.compression import Bf16Sum, OneBitAdam, PowerSum
 
     communicator, warmup_steps = engine.communicator, section.warmup(recipe.train.steps)
     if section.scheme == "one-bit-adam":

@@ -28,8 +28,8 @@ from ..models.attention import Documents
 from ..models.config import ModelConfig
 from ..models.experts import RoutedFeedForward
 from ..models.linear import onednn_is_faster
-from .parallel.collectives import FIT_A_GRAPH
 from .parallel.context import run_ring_eagerly
+from .parallel.mesh import FIT_A_GRAPH
 
 if TYPE_CHECKING:
     from .recipes.recipe import Recipe

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from signal import SIGINT, SIGTERM, Signals
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,15 +22,16 @@ from ..planner.layout import Layout
 from ..planner.tables import Box, is_tied
 from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
 from .optimizers.offload import HostOffload
-from .parallel.compression import CommunicationHook, Communicator
-from .parallel.gradients import GradientBuffer
+from .parallel.data import Communicator, GradientBuffer, before_backward, sum_gradients
 from .parallel.mesh import Mesh
-from .parallel.pipeline import run_forward
-from .parallel.sharding import before_backward, sum_gradients
+from .parallel.pipeline import Pipeline, run_forward
 from .parallelize import parallelize
 from .precision import computing_dtype, wide_dtype
 from .shards import LocalShard, local_shards, make_master, summed_over
 from .stage import Routers, Stage, remove_other_stages
+
+if TYPE_CHECKING:
+    from .parallel.compression import CommunicationHook
 
 SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
 
@@ -150,8 +151,6 @@ class Engine:
         return self._totals(inverse_counts, signal(), upcoming)
 
     def _pipeline(self, batch: StepBatch) -> Any:
-        from .parallel.pipeline import Pipeline  # torch's schedules take a second to import
-
         rows, part = batch.micro_batches[0]["input_ids"].shape
         shape = (len(batch.micro_batches), rows, part * self.mesh.context.size)
         if shape not in self._pipelines:  # a schedule is for one shape: another one would abort the processes

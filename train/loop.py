@@ -25,7 +25,7 @@ from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
 from .checkpoints.checkpoint import CheckpointWriter, restore
 from .checkpoints.finding import verified_share
-from .checkpoints.run_directory import claim, environment, open_run
+from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, environment, open_run
 from .engine import Engine
 from .logs.metrics import Metrics, StepReport
 from .logs.profile import Profile
@@ -33,7 +33,7 @@ from .logs.target import convergence, reached
 from .memory import beside
 from .objective import StepBatch
 from .optimizers.schedule import learning_rate_factor
-from .parallel.ranks import HEARTBEAT, Ranks, RunWorkspace
+from .parallel.ranks import Ranks
 from .recipes.resolved import predicted_step_seconds
 from .step import Launched, StepResult, Trainer, launch_step
 

@@ -23,8 +23,7 @@ from ..models.experts import Routing
 from ..models.linear import linear
 from ..planner.software import LARGE_VOCABULARY
 from ..planner.tables import even_part
-from .parallel.collectives import reduced
-from .parallel.mesh import ALONE, Axis
+from .parallel.mesh import ALONE, Axis, reduced
 from .parallel.tensor import gather_rows, gather_same, sum_gradient
 from .precision import wide_dtype
 

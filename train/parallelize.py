@@ -5,16 +5,19 @@ or its option is off, so one process and a thousand go through the same lines. T
 process ever holds more than its part.
 """
 
+from functools import partial
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+
 from ..models.attention_cuda import take_newest
 from .compile import compile_stage
 from .float8 import convert_products
 from .loss import pad_vocabulary
-from .parallel.experts import share_experts
+from .parallel.data import shard_stage, share_experts
 from .parallel.mesh import Mesh
-from .parallel.sharding import shard_stage
 from .parallel.tensor import apply_tensor_parallel
 from .precision import computing_dtype
-from .recompute import recompute
 from .stage import Stage
 
 
@@ -32,6 +35,23 @@ def parallelize(
         take_newest(mesh.device)
     if compiling != "off":
         compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
-    recompute(trunk, trunk.config, recomputing)  # repeats a block's compiled forward
+    recompute(trunk, recomputing)  # repeats a block's compiled forward
     # last: it gathers for all that
     shard_stage(stage, trunk.blocks.values(), mesh, computing_dtype(precision))
+
+
+def recompute(model: Any, kind: str) -> None:
+    """Make `model` keep fewer activations: `none`, `full` (one per layer), `selective` (all but the attention
+    core's).
+
+    full costs a third more FLOPs; selective repeats only softmax and score products (Korthikanti et al. 2022,
+    section 5), which with a fused kernel saves little and with an explicit mask the S x S scores. Dropout is
+    drawn again alike.
+    """
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.dropout > 0)
+    blocks: Any = model.blocks.values() if kind != "none" else ()
+    for block in blocks:
+        if kind == "full":
+            block.forward = partial(again, block.forward)
+        else:
+            block.attention.attend = partial(again, block.attention.attend)

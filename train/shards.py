@@ -1,15 +1,20 @@
 """What this process holds of each parameter of its stages: the box that the layout's table says, and its weights."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..planner.tables import Box, Coordinates, ShardSpec, is_of_experts, make_shard_spec
-from .parallel.mesh import Axis, Mesh
+from .parallel.data import sum_gradients
+from .parallel.mesh import ALONE, Axis, Mesh
 from .precision import wide_dtype
 from .stage import Stage
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 @dataclass
@@ -93,3 +98,34 @@ def make_master(parameter: nn.Parameter, device: torch.device | str | None = Non
     """An fp32 copy of a weight (fp64 of an fp64 one), its own memory, by default where it is."""
     wide = parameter.detach().to(device, wide_dtype(parameter.dtype), copy=True)
     return nn.Parameter(wide, parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class WholeParameters:
+    """Every parameter of a process, of some of which it may hold nothing, with the axes over which their parts lie: for
+    sums over whole parameters, as LAMB and Adafactor need them.
+    """
+
+    parts: Sequence[LocalShard]
+    tensor: Axis = ALONE
+    shard: Axis = ALONE
+
+    @classmethod
+    def of(cls, model: "nn.Module | Engine") -> "WholeParameters":
+        """The parameters of a plain model, or of this process's stages, in the same order on all processes of
+        an axis.
+        """
+        if isinstance(model, nn.Module):
+            return cls([whole_shard(*named) for named in model.named_parameters()])
+        return cls(model.local_shards, model.mesh.tensor, model.mesh.shard)
+
+    def sums(
+        self, numbers: Sequence[Tensor], cut: Sequence[bool], over_shards: bool = True
+    ) -> Sequence[Tensor]:
+        """Each tensor summed in place over the processes with the other parts: over the tensor axis where `cut`, and
+        over the shards.
+        """
+        if over_shards:
+            sum_gradients(numbers, self.shard)
+        sum_gradients([tensor for tensor, flag in zip(numbers, cut) if flag], self.tensor)
+        return numbers

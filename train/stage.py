@@ -16,9 +16,8 @@ from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from ..models.experts import RoutedFeedForward, Routing
 from ..planner.tables import stage_holds
 from .loss import Batch, Model, Sums, router_sums
-from .parallel.collectives import reduced
 from .parallel.context import chunk_documents
-from .parallel.mesh import Mesh
+from .parallel.mesh import Mesh, reduced
 
 ROUTER_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "expert_imbalance")  # of a step's record
 

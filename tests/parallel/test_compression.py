@@ -16,12 +16,12 @@ from throughline.train.parallel.compression import (  # noqa: E402
     Bf16,
     Bf16Sum,
     CommunicationHook,
-    Communicator,
+    OneBitAdam,
     PowerSum,
     Signs,
 )
+from throughline.train.parallel.data import Communicator  # noqa: E402
 from throughline.train.parallel.mesh import Axis  # noqa: E402
-from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 WORLDS = (2, 3)

@@ -20,9 +20,12 @@ from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
+from throughline.train.parallel.compression import (  # noqa: E402
+    Bf16Sum,
+    OneBitAdam,
+    PowerSum,
+)
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler  # noqa: E402
 from throughline.train.recipes.recipe import Recipe  # noqa: E402
 from throughline.train.recipes.resolved import (  # noqa: E402

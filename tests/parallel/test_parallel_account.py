@@ -16,9 +16,12 @@ from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import LENGTH, ROWS, SEED, Case, make_trainer, own_rows  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
-from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
+from throughline.train.parallel.compression import (  # noqa: E402
+    Bf16Sum,
+    OneBitAdam,
+    PowerSum,
+)
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.recipes.recipe import Recipe  # noqa: E402
 from throughline.train.recipes.resolved import (  # noqa: E402  # noqa: E402
     described,

@@ -77,10 +77,10 @@ def wrong_split(engine: Engine) -> None:
 
 def answers_to_others(engine: Engine) -> None:
     """Answers come back in the order in which they were computed, by expert and not by process."""
-    import throughline.train.parallel.experts as experts
+    from throughline.train.parallel import data
 
-    transposed = experts._transposed
-    experts._transposed = lambda x, counts: transposed(x, counts) if counts.is_contiguous() else x
+    transposed = data._transposed
+    data._transposed = lambda x, counts: transposed(x, counts) if counts.is_contiguous() else x
 
 
 def experts_summed_with_the_rest(engine: Engine) -> None:

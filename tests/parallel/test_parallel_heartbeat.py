@@ -21,9 +21,8 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
-from throughline.train.parallel import heartbeat as module  # noqa: E402
-from throughline.train.parallel.heartbeat import Heartbeat, HeartbeatRecord, name_behind, read_place  # noqa: E402
-from throughline.train.parallel.ranks import Lost, Ranks  # noqa: E402
+from throughline.train.parallel import ranks as module  # noqa: E402
+from throughline.train.parallel.ranks import Heartbeat, HeartbeatRecord, Lost, Ranks, name_behind, read_place  # noqa: E402  # noqa: E402
 
 LIMIT_S = 5
 NOW = 1000.0

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.train.parallel.launch import begin
-from throughline.train.parallel.numa import near_cores, numa_nodes
+from throughline.train.parallel.launch import begin, near_cores, numa_nodes
 
 NODES = [{0, 1, 8, 9}, {2, 3}, {4, 5}, {6, 7}]
 

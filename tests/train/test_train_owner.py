@@ -14,8 +14,8 @@ from throughline.core.errors import Refused, WrongUse
 from throughline.core.workspace import read_records
 from throughline.train.build import RunPlan
 from throughline.train.checkpoints.finding import find_resumable
+from throughline.train.checkpoints.run_directory import HANDOVER_SECONDS, OWNER, RunWorkspace
 from throughline.train.loop import train
-from throughline.train.parallel.ranks import HANDOVER_SECONDS, OWNER, RunWorkspace
 
 
 def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(

@@ -1,22 +1,24 @@
 """The directory of a run, before its first step: whose it is, whether this recipe may go on in it, and from where."""
 
 import platform
+import shutil
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...core.artifact import MANIFEST, is_artifact, read_manifest
-from ...core.errors import WrongUse
+from ...core.artifact import MANIFEST, Manifest, is_artifact, read_manifest
+from ...core.errors import Refused, WrongUse
 from ...core.files import write_atomic
 from ...core.hardware import machine
 from ...core.recipe import dump_toml, load_recipe
 from ...core.version import version
+from ...core.workspace import Workspace
 from ..build import RunPlan
 from ..corpus import check_inputs
 from ..logs.target import reached
-from ..parallel.ranks import RunWorkspace
 from ..recipes.recipe import Recipe
 from .finding import find_resumable
 
@@ -36,6 +38,65 @@ MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains th
     "log.",
     "target.",
 )
+HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
+OWNER = ".owner"  # the token of the start that writes the run's directory
+HEARTBEAT = ".heartbeat"  # in it: how far its processes are
+
+
+class RunWorkspace(Workspace):
+    """The run's directory as the start of that token sees it: whoever starts the run later becomes its owner, and this
+    one writes no more. The processes other than the first read it only, and take no lock.
+
+    The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system
+    without locks) a start that was taken for dead can wake up beside its successor; the token it left in the
+    directory is then another's.
+    """
+
+    def __init__(self, path: Path | str, token: str, leads: bool = True) -> None:
+        super().__init__(path)
+        self.token, self.leads = token, leads
+
+    def __enter__(self) -> "RunWorkspace":
+        end = time.monotonic() + HANDOVER_SECONDS
+        while self.leads:
+            try:
+                super().__enter__()
+                break
+            except WrongUse:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        return self
+
+    def own(self) -> None:
+        """Become the owner, after all checks: a start that is refused takes nothing from a run that lives."""
+        write_atomic(self.path / OWNER, self.token)
+        # of processes that were killed, perhaps more than there are now
+        shutil.rmtree(self.path / HEARTBEAT, ignore_errors=True)
+
+    def check_owner(self) -> None:
+        """Raises Refused when the run was started again elsewhere since."""
+        file = self.path / OWNER
+        found = file.read_text() if file.exists() else "nobody"
+        if found != self.token:
+            raise Refused(
+                "another start of this run has taken over its directory",
+                where=self.path,
+                why=f"this one is {self.token}, the directory belongs to {found}",
+                fix="let the other one train; what it writes is whole, and nothing was written here",
+            )
+
+    def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
+        if self.leads:
+            self.check_owner()
+            super().append(name, *records, sync=sync)
+
+    def finish(self, *arguments: Any, **options: Any) -> Manifest | None:  # type: ignore[override]
+        if not self.leads:
+            return None
+        self.check_owner()
+        (self.path / OWNER).unlink()
+        return super().finish(*arguments, **options)
 
 
 def open_run(

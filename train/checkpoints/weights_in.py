@@ -1,9 +1,13 @@
 """Trained weights from wherever they lie, as one of our models on the CPU: a run, a checkpoint, a model artifact, a
 Hugging Face directory (GPT-2, Llama, BERT; safetensors), a nanoGPT checkpoint, a Megatron-LM checkpoint.
 
-Runs, artifacts and Hugging Face directories are read here, the other two in `foreign_weights.py`.
+nanoGPT's and Megatron-LM's are pickles: torch's weights-only loader reads them, which makes tensors and plain
+containers and runs nothing. Of Megatron-LM, one tensor and one pipeline rank: GPT with learned positions and BERT
+(which has its norms first), in the names of Megatron core and in those before it.
 """
 
+import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from ...core.artifact import MANIFEST, is_artifact, verify_artifact
-from ...core.errors import Refused
+from ...core.errors import Failed, Refused, WrongUse
 from ...data.backends import Reference, difference
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
-from ...models.config import ModelConfig, family_of
+from ...models.config import BERTConfig, GPTConfig, ModelConfig, family_of
 from ...models.gpt import GPT
+from ...models.huggingface import fill
 from ...models.huggingface_config import WHOLE
 from ...models.huggingface_heads import load_huggingface
+from ...models.huggingface_names import pairs
 from ...models.init import empty_model, initial_values
 from ...planner.tables import Box
 from ..engine import Engine
 from .checkpoint import load_model
-from .foreign_weights import megatron_file, read_megatron, read_nanogpt
 
 # fields that the weights leave open
 FREE = ("dropout", "sequence_length", "nsp", "mlm_transform", "huggingface")
@@ -109,3 +114,169 @@ def start_from(values: Mapping[str, Tensor], engine: Engine) -> None:
         return initial_values(name, torch.Size(engine.shapes[name]), engine.config, engine.seed, box.slices())
 
     engine.fill(value_of)
+
+
+def read_pickle(path: Path) -> dict[str, Any]:
+    """A checkpoint file of tensors and plain values. Refused when it holds anything that would run code."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle, zip and torch each raise their own
+        why = str(error).split("\n")[0][:300]
+        fix = "save the weights alone: torch.save({'model': model.state_dict(), ...}), or as safetensors"
+        what = "the checkpoint holds more than tensors, or is damaged"
+        raise Refused(what, where=path, why=why, fix=fix) from error
+    if not isinstance(tree, dict):
+        raise Refused("the checkpoint is no table of tensors", where=path)
+    return tree
+
+
+def read_nanogpt(path: Path) -> GPT:
+    """nanoGPT's `ckpt.pt`: {"model", "model_args", ...}, matrices as (out, in)."""
+    tree = read_pickle(path)
+    arguments, state = tree.get("model_args"), tree.get("model")
+    if not isinstance(arguments, dict) or not isinstance(state, Mapping):
+        raise WrongUse("not a nanoGPT checkpoint", where=path, why="it has no model_args and model")
+    try:
+        config = GPTConfig(
+            vocab_size=arguments["vocab_size"],
+            sequence_length=arguments["block_size"],
+            layers=arguments["n_layer"],
+            width=arguments["n_embd"],
+            heads=arguments["n_head"],
+            dropout=arguments.get("dropout", 0.0),
+            bias=bool(arguments.get("bias", True)),
+            activation="gelu",
+        )
+    except KeyError as error:
+        raise Failed(f"model_args has no {error}", where=path) from error
+    theirs = {}
+    for name, value in state.items():
+        name = name.removeprefix("_orig_mod.")
+        turned = ".attn." in name or ".mlp." in name
+        theirs[name] = value.t() if turned and value.dim() == 2 else value
+    model = empty_model(config, "cpu", torch.float32)
+    ours = dict(model.named_parameters())
+    fill(model, [pair for pair in pairs(config) if pair.ours in ours], config.head_size, theirs, path)
+    assert isinstance(model, GPT)
+    return model.eval()
+
+
+def megatron_file(path: Path) -> Path | None:
+    """The weights of a Megatron-LM checkpoint of one process: `model_optim_rng.pt` below `path`."""
+    pointer = path / "latest_checkpointed_iteration.txt"
+    if pointer.is_file():
+        step = pointer.read_text().strip()
+        path = path / ("release" if step == "release" else f"iter_{int(step):07d}")
+    found = sorted(path.glob("mp_rank_*/model_optim_rng.pt")) if path.is_dir() else []
+    if len(found) > 1:
+        why = f"it has {len(found)} parts"
+        fix = "convert it to one tensor and pipeline rank with Megatron-LM's tools/checkpoint"
+        raise Refused("the Megatron-LM checkpoint is cut over processes", where=path, why=why, fix=fix)
+    return found[0] if found else None
+
+
+# Megatron-LM's names -> ours, one after the other: those of Megatron core and those before it
+NAMES = (
+    (r"[._](weight|bias)$", r".\1"),  # transformer engine's linears hold their norm: layer_norm_weight
+    (r"^language_model\.", ""),
+    (r"^(lm_head|output_layer)\.bias$", "mlm_bias"),
+    (r"^embedding\.word_embeddings\.", "token_table."),
+    (r"^embedding\.position_embeddings\.", "position_table."),
+    (r"^embedding\.tokentype_embeddings\.", "type_table."),
+    (r"^lm_head\.dense\.", "mlm_transform."),
+    (r"^lm_head\.(layer_?)?norm\.", "mlm_norm."),
+    (r"^pooler\.dense\.", "pooler."),
+    (r"^binary_head\.", "nsp."),
+    (r"^output_layer\.", "output."),
+    (r"^(decoder|encoder|transformer)\.final_(layer)?norm\.", "norm."),
+    (r"^(decoder|encoder|transformer)\.layers\.", "blocks."),
+    (r"\.(self_attention\.linear_qkv\.layer_norm|input_(layer)?norm)\.", ".attention_norm."),
+    (r"\.(mlp\.linear_fc1\.layer_norm|pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp_norm."),
+    (r"\.(self_)?attention\.(linear_qkv|query_key_value)\.", ".attention.qkv."),
+    (r"\.(self_)?attention\.(linear_proj|dense)\.", ".attention.out."),
+    (r"\.mlp\.(linear_fc1|dense_h_to_4h)\.", ".mlp.up."),
+    (r"\.mlp\.(linear_fc2|dense_4h_to_h)\.", ".mlp.down."),
+)
+
+
+def read_megatron(path: Path) -> GPT | BERT:
+    """The model of a Megatron-LM checkpoint. Raises Refused for a model that ours cannot be."""
+    tree = read_pickle(path)
+    state, arguments = tree.get("model"), tree.get("args")
+    if not isinstance(state, Mapping) or arguments is None:
+        raise WrongUse("not a Megatron-LM checkpoint", where=path, why="it has no model and args")
+    heads = int(arguments.num_attention_heads)
+    values = {our_name(name): value for name, value in _tensors(state)}
+    if "language_model" in state:
+        version = float(tree.get("checkpoint_version", 0))
+        for name in (name for name in values if ".attention.qkv." in name):
+            values[name] = _by_heads(values[name], heads, version)
+    config = _megatron_config(values, arguments, heads, path)
+    if isinstance(config, BERTConfig) or config.tied:
+        values.pop("output.weight", None)  # the token table once more
+    model = empty_model(config, "cpu", torch.float32)
+    try:
+        model.load_state_dict(values)
+    except RuntimeError as error:  # with each name and shape that differs
+        raise Refused("the checkpoint has parts that ours do not", where=path, why=str(error)) from error
+    assert isinstance(model, (GPT, BERT))
+    return model.eval()
+
+
+def _tensors(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
+    """The parameters of a tree of tables, by names with dots; without what only says how to load it."""
+    found: list[tuple[str, Tensor]] = []
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            found += _tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor) and not name.endswith("_extra_state"):
+            found.append((prefix + name, value))
+    return found
+
+
+def our_name(name: str) -> str:
+    """Our name of one of Megatron's; an unknown one stays as it is."""
+    for theirs, ours in NAMES:
+        name = re.sub(theirs, ours, name)
+    return name
+
+
+def _by_heads(value: Tensor, heads: int, version: float) -> Tensor:
+    """Rows of query, key and value head by head, as checkpoints have them since version 2."""
+    if version >= 2:
+        return value
+    split = (heads, -1, 3) if version >= 1 else (3, heads, -1)
+    order = (0, 2, 1) if version >= 1 else (1, 0, 2)
+    rows = value.unflatten(0, split)
+    return rows.permute(*order, *range(3, rows.dim())).reshape(value.shape)
+
+
+def _megatron_config(values: dict[str, Tensor], arguments: Any, heads: int, path: Path) -> ModelConfig:
+    if not {"token_table.weight", "position_table.weight", "blocks.0.mlp.up.weight"} <= set(values):
+        why = ", ".join(list(values)[:4])
+        raise Refused("only a GPT or a BERT with learned positions can be read", where=path, why=why)
+    table = values["token_table.weight"]
+    epsilon = getattr(arguments, "norm_epsilon", getattr(arguments, "layernorm_epsilon", 1e-5))
+    shape: dict[str, Any] = {
+        "vocab_size": table.shape[0],
+        "sequence_length": values["position_table.weight"].shape[0],
+        "layers": 1 + max(int(name.split(".")[1]) for name in values if name.startswith("blocks.")),
+        "width": table.shape[1],
+        "heads": heads,
+        "mlp_width": values["blocks.0.mlp.up.weight"].shape[0],
+        "activation": "gelu",
+        "norm_epsilon": float(epsilon),
+        "bias": "blocks.0.mlp.up.bias" in values,
+        "dropout": float(getattr(arguments, "hidden_dropout", 0.0)),
+    }
+    if "mlm_bias" not in values:
+        return GPTConfig(**shape, tied=not getattr(arguments, "untie_embeddings_and_output_weights", False))
+    types = values.get("type_table.weight")
+    return BERTConfig(
+        **shape,
+        norm_first=True,
+        token_types=0 if types is None else types.shape[0],
+        nsp="nsp.weight" in values,
+        mlm_transform="mlm_transform.weight" in values,
+    )

@@ -26,7 +26,7 @@ from ..build import RunPlan
 from ..engine import Mark
 from ..memory import out_of_memory
 from ..objective import TERMS, StepBatch
-from ..parallel.heartbeat import Heartbeat
+from ..parallel.ranks import Heartbeat
 from ..step import StepResult, Trainer
 
 FILE = "metrics.jsonl"

@@ -24,13 +24,13 @@ from types import FrameType
 from ...core.console import say, warn
 from ...core.errors import EXIT_FAILED, EXIT_FILE, EXIT_REFUSED, EXIT_WRONG_USE
 from ...core.hardware import usable_cores
-from .numa import near_cores, numa_nodes
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has ended
 STEADY_SECONDS = 60.0  # a start that lived this long was a good one: the count of failures begins again
 FINAL = (EXIT_WRONG_USE, EXIT_REFUSED)  # exit codes of what the user has to mend
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+NODES = Path("/sys/devices/system/node")
 
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
@@ -163,3 +163,29 @@ def end_with_parent() -> None:
     """Let the kernel (Linux) end this process with its parent: it would train on beside the next start."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def numa_nodes(root: Path = NODES) -> list[set[int]]:
+    """The cores of each memory node that this process may use; nodes without any are left out."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    usable = os.sched_getaffinity(0)
+    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
+    return [cores for file in lists if (cores := _cores(file.read_text()) & usable)]
+
+
+def _cores(text: str) -> set[int]:
+    """`0-3,8` as a set."""
+    spans = [part.split("-") for part in text.strip().split(",") if part]
+    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}
+
+
+def near_cores(nodes: list[set[int]], rank: int, processes: int) -> set[int] | None:
+    """The cores to which a process of a machine is bound: those of its node, or of its share of the nodes; None
+    where there is nothing to choose.
+    """
+    if len(nodes) < 2:
+        return None
+    first = rank * len(nodes) // processes
+    last = max((rank + 1) * len(nodes) // processes, first + 1)
+    return set().union(*nodes[first:last])

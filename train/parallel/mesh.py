@@ -1,4 +1,4 @@
-"""The processes of a layout as axes with process groups, each with a time limit.
+"""The processes of a layout as axes with process groups, and the collectives of an axis inside autograd.
 
 Groups are made here rather than by `init_device_mesh`: its groups fall back to the backend's 30 minutes
 whatever the time limit of the run, so a stalled process would hold the others that long. On NCCL they are split from
@@ -7,12 +7,16 @@ the world's communicator, which is there before the first step: no axis meets fo
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.errors import WrongUse
@@ -20,6 +24,12 @@ from ...planner.layout import Layout
 
 TIMEOUT_SECONDS = 600
 START_SECONDS = 600  # until every process has been started and has imported torch
+# renamed in torch 2.13; the old names warn there, the new ones are absent before
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+# what torch.distributed's own tensors call; without them what sends over the tensor axis is not compiled
+FIT_A_GRAPH = all(hasattr(torch.ops._c10d_functional, name) for name in _OPERATIONS)
 
 
 @dataclass(frozen=True)
@@ -36,9 +46,7 @@ class Axis:
         """By which collectives of a compiled graph find the group."""
         return "" if self.group is None else self.group.group_name
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place over the axis; nothing to do when alone."""
         if self.group is not None:
             dist.all_reduce(tensor, op, group=self.group)
@@ -204,3 +212,81 @@ def _axis(parts: list[list[int]], rank: int, limit: timedelta, lone: bool = Fals
     elif mine:  # gloo has nothing to split; members alone take part
         group = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
     return Axis(len(mine), mine.index(rank), tuple(mine), group) if mine else ALONE
+
+
+# The collectives below are started early and waited for late. While a block is compiled they are torch's functional
+# ones, which a graph may hold: the same transfers, with the wait as an operation of its own. Eagerly they are those of
+# `torch.distributed`, which cost less to start.
+
+
+class Gathering:
+    """An all-gather of the parts of every row, (B, P, ...) -> (B, S, ...), in flight."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.shape = (axis.size, *x.shape)
+        self.work: dist.Work | None = None
+        if is_compiling():
+            self.parts = torch.ops._c10d_functional.all_gather_into_tensor(
+                x.reshape(-1), axis.size, axis.group_name
+            )
+        else:
+            self.parts = x.new_empty(axis.size * x.numel())
+            self.work = _all_gather(self.parts, x.reshape(-1), group=axis.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The whole rows, the parts in order; a copy unless B is 1."""
+        return _waited(self.parts, self.work).view(self.shape).movedim(0, 1).flatten(1, 2)
+
+
+class Scattering:
+    """A reduce-scatter of rows, (B, S, ...) -> (B, P, ...), in flight."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        # alive until the sum is there
+        self.parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()
+        self.shape = self.parts.shape[1:]
+        self.work: dist.Work | None = None
+        if is_compiling():
+            self.out = torch.ops._c10d_functional.reduce_scatter_tensor(
+                self.parts.view(-1), "sum", axis.size, axis.group_name
+            )
+        else:
+            self.out = x.new_empty(self.shape.numel())
+            self.work = _reduce_scatter(self.out, self.parts.view(-1), group=axis.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """This process's part of the sum."""
+        return _waited(self.out, self.work).view(self.shape)
+
+
+def _waited(x: Tensor, work: dist.Work | None) -> Tensor:
+    if work is None:
+        return torch.ops._c10d_functional.wait_tensor(x)
+    work.wait()
+    return x
+
+
+def reduced(x: Tensor, axis: Axis, how: str = "sum") -> Tensor:
+    """The sum ("max", "min") over the axis, in a tensor of its own."""
+    if is_compiling():
+        return _waited(torch.ops._c10d_functional.all_reduce(x, how, axis.group_name), None)
+    return axis.all_reduce(x.contiguous().clone(), getattr(dist.ReduceOp, how.upper()))
+
+
+class Exchange(torch.autograd.Function):
+    """What `there` makes of a tensor over an axis, and `back` of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        there: Callable[[Tensor, Axis], Tensor],
+        back: Callable[[Tensor, Axis], Tensor],
+    ) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.axis), None, None, None

@@ -1,16 +1,23 @@
-"""The processes of one run: who writes, what all must agree on, and that none outlives the launcher.
+"""The processes of one run: what all must agree on, and who is behind when they wait for one another.
 
 The first process keeps the run's directory; the others train and stay silent. A run of one process is a ranks
 of one and joins no group.
 """
 
+import contextlib
+import json
 import os
 import pickle
 import re
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,13 +25,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...core.artifact import Manifest
-from ...core.console import configure
-from ...core.errors import Failed, Refused, WrongUse
-from ...core.files import write_atomic
-from ...core.workspace import Workspace
+from ...core.console import configure, duration, warn
+from ...core.errors import Failed
 from ...planner.layout import Layout
-from .heartbeat import Heartbeat
 from .launch import end_with_parent
 from .mesh import TIMEOUT_SECONDS, Mesh, make_mesh, start_group
 
@@ -34,12 +37,12 @@ LOST = re.compile(
     "Connection (was likely )?closed|Connection reset|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|remote process exited"
 )
 STALLED = re.compile("[Tt]imed out|[Tt]imeout")
-HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 LOOK_EVERY_S = 0.5  # whether the first process has let the others go
 HEARD_SECONDS = 10.0  # at most, until all have heard it: they look once in half a second unless they are gone
 UNFORESEEN = -1  # in place of an exit code: a failure of the first process that is no user's error
-OWNER = ".owner"  # the token of the start that writes the run's directory
-HEARTBEAT = ".heartbeat"  # in it: how far its processes are
+RECORDS_PER_LIMIT = 60  # one is written 60 times in a time limit, and once in 10 s at least
+SPEAK_AT = 0.8  # of the time limit
+PACKAGE = Path(__file__).parents[2]
 
 
 class Lost(Failed):
@@ -59,62 +62,6 @@ def _loss(error: BaseException | None) -> str | None:
             return next(line for line in str(error).splitlines() if said[0] in line)
         error = error.__cause__
     return None
-
-
-class RunWorkspace(Workspace):
-    """The run's directory as the start of that token sees it: whoever starts the run later becomes its owner, and this
-    one writes no more. The processes other than the first read it only, and take no lock.
-
-    The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system
-    without locks) a start that was taken for dead can wake up beside its successor; the token it left in the
-    directory is then another's.
-    """
-
-    def __init__(self, path: Path | str, token: str, leads: bool = True) -> None:
-        super().__init__(path)
-        self.token, self.leads = token, leads
-
-    def __enter__(self) -> "RunWorkspace":
-        end = time.monotonic() + HANDOVER_SECONDS
-        while self.leads:
-            try:
-                super().__enter__()
-                break
-            except WrongUse:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
-        return self
-
-    def own(self) -> None:
-        """Become the owner, after all checks: a start that is refused takes nothing from a run that lives."""
-        write_atomic(self.path / OWNER, self.token)
-        # of processes that were killed, perhaps more than there are now
-        shutil.rmtree(self.path / HEARTBEAT, ignore_errors=True)
-
-    def check_owner(self) -> None:
-        """Raises Refused when the run was started again elsewhere since."""
-        file = self.path / OWNER
-        found = file.read_text() if file.exists() else "nobody"
-        if found != self.token:
-            raise Refused(
-                "another start of this run has taken over its directory",
-                where=self.path,
-                why=f"this one is {self.token}, the directory belongs to {found}",
-                fix="let the other one train; what it writes is whole, and nothing was written here",
-            )
-
-    def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
-        if self.leads:
-            self.check_owner()
-            super().append(name, *records, sync=sync)
-
-    def finish(self, *arguments: Any, **options: Any) -> Manifest | None:  # type: ignore[override]
-        if not self.leads:
-            return None
-        self.check_owner()
-        (self.path / OWNER).unlink()
-        return super().finish(*arguments, **options)
 
 
 class Ranks:
@@ -159,21 +106,27 @@ class Ranks:
             ) from error
 
     def first_decides(self, decide: Callable[[], Decision]) -> Decision:
-        """What `decide` returns on the first process, on every one. Collective.
+        """What `decide` returns on the first process, on every one. Collective, without a time limit.
 
         When it raises an error of a user, the first process raises it and the others end silently with its
         exit code.
         """
+        self._turns += 1
         if not self.leads:
             return self._hear()
+        answer, exit_code = None, None
         try:
             answer = decide()
+            return answer
         except BaseException as error:
-            self._tell(None, getattr(error, "exit_code", UNFORESEEN))
-            self._until_heard()
+            exit_code = getattr(error, "exit_code", UNFORESEEN)
             raise
-        self._tell(answer)
-        return answer
+        finally:
+            if not self.alone:
+                # at the store of the groups and not in a collective, which has a time limit
+                _store().set(f"turn/{self._turns}", pickle.dumps((answer, exit_code)))  # type: ignore[arg-type]
+            if exit_code is not None:
+                self._until_heard()
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all processes, on the first one; the others get none. Collective, without a time limit."""
@@ -188,20 +141,12 @@ class Ranks:
             time.sleep(0.01)
         return [value, *(pickle.loads(_store().get(key)) for key in keys[1:])]  # noqa: S301 (written above)
 
-    # At the store of the groups and not in a collective, whose time limit is none for the index or the
-    # checkpoint of a large run.
-    def _tell(self, answer: Any, exit_code: int | None = None) -> None:
-        self._turns += 1
-        if not self.alone:
-            _store().set(f"turn/{self._turns}", pickle.dumps((answer, exit_code)))  # type: ignore[arg-type]
-
     def _hear(self) -> Any:
-        self._turns += 1
         turn, pause_s = f"turn/{self._turns}", 0.01
         while not _store().check([turn]):  # in pieces: a signal is heard in between
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_EVERY_S)
-        answer, exit_code = pickle.loads(_store().get(turn))  # noqa: S301 (written by `_tell`)
+        answer, exit_code = pickle.loads(_store().get(turn))  # noqa: S301 (written above)
         _store().add(f"heard/{self._turns}", 1)
         if exit_code == UNFORESEEN:
             raise Lost("the first process of the run has failed", fix="its message says why")
@@ -224,16 +169,12 @@ class Ranks:
     def alone(self) -> bool:
         return self.mesh.world.group is None
 
-    @contextmanager
-    def watch(self, directory: Path) -> Iterator[Heartbeat]:
+    @contextlib.contextmanager
+    def watch(self, directory: Path) -> Iterator["Heartbeat"]:
         """Write into `directory` how far this process is; when a collective fails, find who was behind."""
-        heartbeat = Heartbeat(
-            None if self.alone else directory,
-            self.mesh.rank,
-            self.mesh.world.size,
-            self.timeout_seconds,
-            self.mesh.groups(),
-        )
+        world, limit = self.mesh.world.size, self.timeout_seconds
+        where = None if self.alone else directory
+        heartbeat = Heartbeat(where, self.mesh.rank, world, limit, self.mesh.groups())
         try:
             yield heartbeat
         except BaseException as error:
@@ -263,3 +204,145 @@ class Ranks:
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
+
+
+@dataclass(frozen=True)
+class HeartbeatRecord:
+    """Where a process was at `time` (seconds since 1970)."""
+
+    time: float
+    step: int
+    after: str  # the phase that ended last
+    marks: int  # phases that have ended: the same number on all processes at the same point of a run
+    inside: str  # file, line and function of ours where the main thread is
+    collectives: dict[str, int]  # by group, started so far
+
+    def __str__(self) -> str:
+        return f"step {self.step:,} after {self.after}, in {self.inside}"
+
+
+class Heartbeat:
+    """This process's records and a look at the others'; without a directory (a run of one) nothing.
+
+    The records are files in the run's directory, which all processes share: unlike keys of a store they can be read
+    when the process that would serve them stands still, and unlike torch's flight recorder, which each process has in
+    its own memory, when it is the one that is stopped. A process that stands still for most of the groups' time limit
+    says who is behind, before NCCL's watchdog would end it without a word.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        rank: int = 0,
+        world: int = 1,
+        limit_seconds: float = 600.0,
+        groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self.directory, self.rank, self.world, self.limit = directory, rank, world, limit_seconds
+        self._groups: Sequence[Any] = groups  # torch's types lack the method that counts
+        self._step, self._after, self._marks, self._since = 0, "the start", 0, time.monotonic()
+        self._counts: dict[str, int] = {}  # collectives, when it last looked
+        self._warned = -1  # the mark at which others were named
+        self._end = threading.Event()
+        self._interval = min(limit_seconds / RECORDS_PER_LIMIT, 10.0)
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._main = threading.get_ident()
+            self._write()
+            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._thread.start()
+
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """A phase of the run ended on this process."""
+        self._after, self._since = phase, time.monotonic()
+        self._step = self._step if step is None else step
+        self._marks += 1
+
+    def behind(self) -> dict[int, str]:
+        """The processes that the others wait for, and where they are; empty when nobody stands out."""
+        assert self.directory is not None
+        places = {rank: read_place(self.directory / str(rank)) for rank in range(self.world)}
+        return name_behind(places, time.time(), 3 * self._interval + 1.0)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self.directory is not None:
+            self._end.set()
+            self._thread.join()
+
+    def remove(self) -> None:
+        """Take the records of all processes away."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _beat(self) -> None:
+        while not self._end.wait(self._interval):
+            self._write()
+            stands = time.monotonic() - self._since
+            if stands < SPEAK_AT * self.limit or self._warned == self._marks:
+                continue
+            found, self._warned = self.behind(), self._marks
+            waiting = set(range(self.world)) - set(found)
+            if found and self.rank == min(waiting, default=-1):  # one of those who wait speaks
+                warn("\n".join([f"the processes have waited for {duration(stands)}:", *found.values()]))
+
+    def _write(self) -> None:
+        assert self.directory is not None
+        counts = {str(group.group_name): group._get_sequence_number_for_group() for group in self._groups}
+        if counts != self._counts:  # it moves within a long phase, such as an evaluation
+            self._counts, self._since = counts, time.monotonic()
+        inside = _inside(self._main)
+        place = HeartbeatRecord(time.time(), self._step, self._after, self._marks, inside, counts)
+        aside = self.directory / f"{self.rank}.tmp"
+        with contextlib.suppress(OSError):  # a full disk, or the run has ended and the directory is gone
+            aside.write_text(json.dumps(asdict(place)))
+            os.replace(aside, self.directory / str(self.rank))
+
+
+def read_place(file: Path) -> HeartbeatRecord | None:
+    """The record of a process; None when there is none."""
+    try:
+        return HeartbeatRecord(**json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def name_behind(
+    places: Mapping[int, HeartbeatRecord | None], now: float, patience_s: float
+) -> dict[int, str]:
+    """A line for each process that the others wait for, found by the first sign that tells any apart.
+
+    A process that writes no more is stopped, or its machine is gone; else the one that has ended fewer phases
+    than others; else the one that has started fewer collectives of a group.
+    """
+    silent, known = {}, {}
+    for rank, place in places.items():
+        if place is None:
+            silent[rank] = f"process {rank} never answered"
+        elif (quiet_s := now - place.time) > patience_s:
+            silent[rank] = f"process {rank} has not answered for {duration(quiet_s)}: {place}"
+        else:
+            known[rank] = place
+    if silent:
+        return silent
+    most = max(place.marks for place in known.values())
+    late = [rank for rank, place in known.items() if place.marks < most]
+    if not late:
+        started = reduce(or_, (Counter(place.collectives) for place in known.values()))  # the largest counts
+        late = [
+            rank
+            for rank, place in known.items()
+            if any(count < started[name] for name, count in place.collectives.items())
+        ]
+    return {rank: f"process {rank} is behind: {known[rank]}" for rank in late}
+
+
+def _inside(thread: int) -> str:
+    """The innermost function of this package that a thread is in: the others' loops say nothing."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(PACKAGE) and "site-packages" not in file.relative_to(PACKAGE).parts:
+            return f"{file.relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the interpreter"

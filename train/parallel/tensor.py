@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from ...models.linear import linear
 from ...planner.tables import even_part, tensor_box, tensor_placement
-from .collectives import Exchange, Gathering, Scattering, reduced
-from .mesh import Axis
+from .mesh import Axis, Exchange, Gathering, Scattering, reduced
 
 Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
 Product = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
@@ -55,7 +54,7 @@ class _Columns(torch.autograd.Function):
     def forward(ctx: Any, x_BPW: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *matrices, count, axis, product, keeps = rest
         ctx.count, ctx.axis, ctx.product, ctx.keeps = count, axis, product, keeps
-        x_BSW = Gathering(x_BPW, 1, axis).wait()
+        x_BSW = Gathering(x_BPW, axis).wait()
         weights, biases = matrices[:count], matrices[count:] or [None] * count
         ctx.biased = len(matrices) > count
         ctx.save_for_backward(x_BSW if keeps else x_BPW, *weights)
@@ -66,11 +65,11 @@ class _Columns(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         wanted = [_wanted(ctx, 1 + index) for index in range((1 + ctx.biased) * ctx.count)]
         # hidden behind the products below, as is the sum behind those of the weights
-        gathering = Gathering(x, 1, ctx.axis) if any(wanted[: ctx.count]) and not ctx.keeps else None
+        gathering = Gathering(x, ctx.axis) if any(wanted[: ctx.count]) and not ctx.keeps else None
         scattering = None
         if _wanted(ctx, 0):
             parts = [ctx.product(grad, weight.t(), None, "input") for grad, weight in zip(grads_BSV, weights)]
-            scattering = Scattering(sum(parts[1:], parts[0]), 1, ctx.axis)
+            scattering = Scattering(sum(parts[1:], parts[0]), ctx.axis)
         x_NW = (x if gathering is None else gathering.wait()).flatten(0, 1)
         found: list[Tensor | None] = [
             ctx.product(grad.flatten(0, 1).t(), x_NW.t(), None, "weight") if asked else None
@@ -85,12 +84,12 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x_BSV: Tensor, weight: Tensor, axis: Axis, product: Product) -> Tensor:
         ctx.axis, ctx.product = axis, product
         ctx.save_for_backward(x_BSV, weight)
-        return Scattering(product(x_BSV, weight, None, "output"), 1, axis).wait()
+        return Scattering(product(x_BSV, weight, None, "output"), axis).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_BPW: Tensor) -> tuple[Tensor | None, ...]:
         x_BSV, weight = ctx.saved_tensors
-        grad_BSW = Gathering(grad_BPW, 1, ctx.axis).wait()
+        grad_BSW = Gathering(grad_BPW, ctx.axis).wait()
         grad_input, grad_weight = None, None
         if _wanted(ctx, 0):
             grad_input = ctx.product(grad_BSW, weight.t(), None, "input")
@@ -100,11 +99,11 @@ class _Row(torch.autograd.Function):
 
 
 def _gather(x_BPW: Tensor, axis: Axis) -> Tensor:
-    return Gathering(x_BPW, 1, axis).wait()
+    return Gathering(x_BPW, axis).wait()
 
 
 def _scatter(x_BSW: Tensor, axis: Axis) -> Tensor:
-    return Scattering(x_BSW, 1, axis).wait()
+    return Scattering(x_BSW, axis).wait()
 
 
 def _own_part(x_BSW: Tensor, axis: Axis) -> Tensor:
