@@ -1,14 +1,9 @@
 """Whether forward and backward are compiled, and what happens where they cannot be.
 
-torch.compile fuses everything between the matrix products. On a CPU that saves about 10 % of a step in bf16
-and costs up to a minute at first, so `auto` compiles only runs that are long enough to earn it back; on a
-machine without a working C++ compiler (or without Triton on a GPU) it trains eagerly and says so in one line.
-
+`auto` compiles runs that are long enough to earn it back, and trains eagerly, with a word, where there is no compiler.
 Blocks are compiled one by one, which share a graph, and the head with its loss: gathers of sharded weights and waits
 for offloaded ones stay between them.
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -50,6 +45,7 @@ class Rate:
 # for, and of an eager step a third and more are element-wise kernels that fuse.
 RATES = {"cpu": Rate(40e9, 0.1, 11.0, 4.0), "cuda": Rate(100e12, 0.3, 60.0, 0.0)}
 OTHERS = "other shapes"
+_say_once = functools.cache(warn)
 SHAPES = 16  # of batches that are compiled by themselves; what comes then shares a program for all shapes
 
 
@@ -75,7 +71,7 @@ def compile_stage(stage: Any, wanted: str) -> None:
         stage.head = _compiled(stage.head, wanted, outside)
 
 
-def to_compile(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
+def to_compile(recipe: "Recipe", config: ModelConfig, device: torch.device) -> bool:
     """Whether this run is compiled. Raises WrongUse where it is asked for and there is no compiler."""
     wanted = recipe.train.compile
     if wanted == "off" or (wanted == "auto" and not pays(recipe, config, device)):
@@ -89,7 +85,7 @@ def to_compile(recipe: Recipe, config: ModelConfig, device: torch.device) -> boo
     return True
 
 
-def pays(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
+def pays(recipe: "Recipe", config: ModelConfig, device: torch.device) -> bool:
     """Whether the whole run saves twice what compiling costs; not what is left of it: a resumed run computes alike."""
     train = recipe.train
     if device.type == "cpu" and train.precision == "fp32" and onednn_is_faster():
@@ -108,17 +104,13 @@ def cpp_compiler() -> str | None:
 
 
 def _not_compiled() -> type[Exception]:
-    """What torch.compile raises when it fails. The name is private: without it any RuntimeError is taken for one,
-    and what is wrong with the step itself is raised again by the plain loss.
-    """
+    """What torch.compile raises when it fails. The name is private: without it any RuntimeError is taken for one."""
     return getattr(torch._dynamo.exc, "TorchDynamoException", RuntimeError)
 
 
 @contextmanager
 def _without_wide_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """The compiler breaks its graph at every parameter whose gradient has another dtype, as 16-bit weights have whose
-    gradients are added up in fp32. A forward needs none of them: they are taken off and put back.
-    """
+    """The compiler breaks its graph at every parameter whose gradient has another dtype, as 16-bit weights have."""
     wide = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
     for parameter, _ in wide:
         parameter.grad = None
@@ -145,7 +137,7 @@ def _compiled(
         if len(programs) >= SHAPES and shapes not in programs:
             shapes = OTHERS
             _say_once(
-                f"more than {SHAPES} shapes of batches: the others share a compiled program, which is slower"
+                f"more than {SHAPES} shapes of batches: the others share a compiled program, a slower one"
             )
         first = shapes not in programs
         if first:
@@ -179,8 +171,3 @@ def _shapes(value: Any) -> Any:
     elif not isinstance(value, tuple):
         return None
     return tuple(map(_shapes, value))
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    warn(text)

@@ -1,8 +1,7 @@
 """All that is done to a model before it trains, in the order in which it is done: one screen.
 
-The model stays what `models/` says. Each line puts something on from outside and does nothing where its axis is alone
-or its option is off, so one process and a thousand go through the same lines. The model is on the meta device: no
-process ever holds more than its part.
+Each line puts something on from outside and does nothing where its axis is alone or its option is off, so one process
+and a thousand go through the same lines. The model is on the meta device: no process ever holds more than its part.
 """
 
 from functools import partial
@@ -41,12 +40,8 @@ def parallelize(
 
 
 def recompute(model: Any, kind: str) -> None:
-    """Make `model` keep fewer activations: `none`, `full` (one per layer), `selective` (all but the attention
-    core's).
-
-    full costs a third more FLOPs; selective repeats only softmax and score products (Korthikanti et al. 2022,
-    section 5), which with a fused kernel saves little and with an explicit mask the S x S scores. Dropout is
-    drawn again alike.
+    """Make `model` keep fewer activations: `none`, `full` (one per layer, for a third more FLOPs), `selective` (all but
+    the attention core's: Korthikanti et al. 2022, section 5). Dropout is drawn again alike.
     """
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.dropout > 0)
     blocks: Any = model.blocks.values() if kind != "none" else ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from .parallel.data import sum_gradients
 from .parallel.mesh import ALONE, Axis, Mesh
 from .precision import wide_dtype
 from .stage import Stage
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 @dataclass
@@ -102,19 +99,15 @@ def make_master(parameter: nn.Parameter, device: torch.device | str | None = Non
 
 @dataclass(frozen=True)
 class WholeParameters:
-    """Every parameter of a process, of some of which it may hold nothing, with the axes over which their parts lie: for
-    sums over whole parameters, as LAMB and Adafactor need them.
-    """
+    """Every parameter of a process, of some of which it may hold nothing, with the axes over which their parts lie."""
 
     parts: Sequence[LocalShard]
     tensor: Axis = ALONE
     shard: Axis = ALONE
 
     @classmethod
-    def of(cls, model: "nn.Module | Engine") -> "WholeParameters":
-        """The parameters of a plain model, or of this process's stages, in the same order on all processes of
-        an axis.
-        """
+    def of(cls, model: Any) -> "WholeParameters":
+        """Those of a plain model, or of an engine, this process's stages, in the same order on all processes of an axis."""
         if isinstance(model, nn.Module):
             return cls([whole_shard(*named) for named in model.named_parameters()])
         return cls(model.local_shards, model.mesh.tensor, model.mesh.shard)
@@ -122,9 +115,7 @@ class WholeParameters:
     def sums(
         self, numbers: Sequence[Tensor], cut: Sequence[bool], over_shards: bool = True
     ) -> Sequence[Tensor]:
-        """Each tensor summed in place over the processes with the other parts: over the tensor axis where `cut`, and
-        over the shards.
-        """
+        """Each tensor summed in place over the tensor axis where `cut`, and over the shards."""
         if over_shards:
             sum_gradients(numbers, self.shard)
         sum_gradients([tensor for tensor, flag in zip(numbers, cut) if flag], self.tensor)

@@ -1,5 +1,4 @@
-"""Checkpoints: everything a run needs to go on to the last bit, written beside the training and never half
-there.
+"""Checkpoints: everything a run needs to go on to the last bit, written beside the training and never half there.
 
 A checkpoint is an artifact directory:
 
@@ -9,10 +8,8 @@ A checkpoint is an artifact directory:
     tensors.json                 group -> name -> global shape, dtype and chunks (file, key, offset, shape)
     model.json, tokenizer.json, state.json, manifest.json
 
-The chunk table says where each piece of a tensor lies in the whole, so that other layouts write and read the
-same format. The training waits only while the tensors are copied; a thread of each process writes its own files, reads
-them back against the copy and hashes them, that of the first renames, and then lets `latest` name the new directory.
-There is no pickle anywhere.
+Training waits only while the tensors are copied; a thread of each process writes its own files, reads them back
+against the copy and hashes them, that of the first renames, and then lets `latest` name the new directory.
 
 Not `torch.distributed.checkpoint`, though the boxes are its planners' idea: its metadata are a pickle that
 runs what it holds, its files are written in place without hashes, and reading 3,200 chunks on 32 processes
@@ -116,10 +113,8 @@ class CheckpointWriter:
         return pending.result() if pending else None
 
     def abandon(self) -> None:
-        """The run has failed: wait no longer for the other processes, whose parts may never come, and end the
-        thread.
-
-        An unfinished checkpoint never appears, and is no news beside the failure.
+        """The run has failed: wait no longer for the other processes, whose parts may never come. An unfinished
+        checkpoint never appears, and is no news beside the failure.
         """
         self._abandoned.set()
         self._thread.shutdown(wait=True)
@@ -132,7 +127,6 @@ class CheckpointWriter:
             self._thread.shutdown(wait=True)
 
     def _write(self, snapshot: Snapshot, facts: dict[str, Any]) -> Path:
-        """Every process writes its part; the first puts them together."""
         step = snapshot.state["step"]
         part = self._part(step, self.process)
         if snapshot.arrived is not None:
@@ -203,10 +197,7 @@ class CheckpointWriter:
 
     def _retire(self, newest: Path) -> None:
         """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken
-        for a whole.
-
-        One of a later step is damaged, since the run did not go on from it: it does not count, and its step
-        replaces it.
+        for a whole. One of a later step is damaged, since the run did not go on from it: it does not count.
         """
         complete = [path for path in checkpoints(self.directory) if path.name <= newest.name]
         for path in complete[self.keep :] if self.keep else []:
@@ -296,7 +287,6 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
 
 
 def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
-    """The part of a slot for a part of its parameter; numbers as they are."""
     dim = SUMMED_DIM.get(key.rsplit(".", 1)[1])
     if dim is not None:
         return read.part(key, local.spec.box.cut(dim, -local.spec.box.start[dim], 1))
@@ -307,9 +297,7 @@ def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
 def load_model(
     path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Path | None]:
-    """The model of a run (its latest checkpoint) or of a checkpoint, in eval mode, and its tokenizer.json if
-    it has one.
-
+    """The model of a run (its latest checkpoint) or of a checkpoint, in eval mode, and its tokenizer.json, if any.
     Raises WrongUse when there is no checkpoint and Refused when a file of it is cut or changed.
     """
     directory = locate(path)

@@ -33,8 +33,7 @@ def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, st
 def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ()) -> Path | None:
     """The newest checkpoint whose every byte is as written, as that of `verified` is; None when there is none at all.
 
-    A damaged one is named and passed over. Raises Refused when all are damaged. Remains of a killed save are
-    removed.
+    A damaged one is named and passed over. Raises Refused when all are damaged. Removes what a killed save left.
     """
     for remains in directory.glob(".step-*.tmp"):
         shutil.rmtree(remains, ignore_errors=True)
@@ -70,10 +69,8 @@ def locate(path: Path | str) -> Path:
     if not path.exists():
         fix = f"check the spelling; runs are under runs/{download_hint(path)}"
         raise WrongUse("no such run or checkpoint", where=path, fix=fix)
-    what, why = (
-        "neither a run with a checkpoint nor a checkpoint",
-        "it has no checkpoints/latest and no manifest",
-    )
+    what = "neither a run with a checkpoint nor a checkpoint"
+    why = "it has no checkpoints/latest and no manifest"
     fix = "give a directory that `throughline train` wrote, or one under its checkpoints/"
     if is_artifact(path):
         what, why = f"a model is needed, this is an artifact of kind {read_manifest(path).kind}", ""

@@ -47,9 +47,8 @@ class RunWorkspace(Workspace):
     """The run's directory as the start of that token sees it: whoever starts the run later becomes its owner, and this
     one writes no more. The processes other than the first read it only, and take no lock.
 
-    The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system
-    without locks) a start that was taken for dead can wake up beside its successor; the token it left in the
-    directory is then another's.
+    The lock keeps two starts on one machine apart, the token those that it does not reach (another machine, a file
+    system without locks): a start that was taken for dead can wake up beside its successor.
     """
 
     def __init__(self, path: Path | str, token: str, leads: bool = True) -> None:
@@ -153,9 +152,7 @@ def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
 
 
 def _placeless(recipe: Recipe) -> dict[str, Any]:
-    """The fields without the places of the data, which may move: their content is checked by its hashes
-    (check_inputs).
-    """
+    """The fields without the places of the data, which may move: their content is checked by `check_inputs`."""
     tree = recipe.model_dump(mode="json")
     tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
     tree["data"] |= {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}

@@ -1,8 +1,5 @@
-"""What a checkpoint holds of a run: a copy of its tensors at one step, cut as the layout cuts them, and the
-table of the pieces.
-
-`tensors.json` says for every tensor of a group its whole shape, dtype and chunks (file, key, offset, shape),
-so that any layout reads what any other wrote. One process writes one file for each group.
+"""What a checkpoint holds of a run: a copy of its tensors at one step, cut as the layout cuts them, and the table
+of the pieces (`tensors.json`), by which any layout reads what any other wrote.
 """
 
 import json
@@ -38,9 +35,7 @@ Part = tuple[tuple[int, ...], Box]  # of a whole shape, the part that is held
 
 @dataclass
 class Snapshot:
-    """A copy of a run's state at one step: tensors on the host by group, each with its part of the whole; the rest as
-    JSON values.
-    """
+    """A copy of a run's state at one step: tensors on the host, each with its part of the whole; the rest as JSON."""
 
     tensors: dict[str, dict[str, tuple[Tensor, Part]]]
     state: dict[str, Any]

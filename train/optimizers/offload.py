@@ -1,29 +1,18 @@
-"""ZeRO-Offload: master weights, optimizer state and update on the host; the device holds 16-bit weights and
-activations only.
+"""ZeRO-Offload (Ren et al. 2021): master weights, optimizer state and update on the host; the device holds 16-bit
+weights and activations only.
 
-Ren et al. 2021 (ZeRO-Offload). During backward each gradient is copied to the host as soon as it is complete
-and leaves the device; the host meanwhile adds up micro-batches and takes norms. Clipping and the rule that a
-step with a non-finite number is skipped need the norm of all gradients before the first weight moves, so the
-update starts when backward has ended: a worker updates the model front to back and sends each part's weights
-to the device, while the next forward already runs in the parts before it. The numbers are those of the same
-optimizer without offload, bit for bit on the same device and dtype.
-
-    offload = HostOffload(model)                        # a model on its device in its dtype
-    optimizer = build_optimizer(offload, recipe)        # over the masters: it only asks for named_parameters()
-    loss.backward()                                     # every micro-batch; gradients leave as they come
-    norm = offload.gradient_norm()
-    offload.step(optimizer, factor)                     # or offload.discard(), which skips the step
+During backward each gradient is copied to the host as soon as it is complete and leaves the device. Clipping and the
+rule that a step with a non-finite number is skipped need the norm of all gradients, so the update starts when backward
+has ended: a worker updates the model front to back and sends each part's weights to the device, while the next forward
+already runs in the parts before it. The numbers are those of the same optimizer without offload, bit for bit.
 
 Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp32 weight, mean and square of
 AdamW; a 16-bit pinned buffer for the gradient on its way down and the weight on its way up), 4 more when
-gradients of several micro-batches are added, and otherwise room for the fp32 gradients of one part of the
-model. Without an accelerator the same code runs, and moves nothing anywhere.
+gradients of several micro-batches are added, and otherwise room for the fp32 gradients of one part of the model.
 
-In a layout (section 4.2) each host updates the shard that its process holds, so ZeRO shares out the host's memory
-and work too. A gradient leaves when its sum over processes is there: of a shard when `fully_shard` has reduced it,
-still during backward; what is summed afterwards (copies, the tensor axis) when that is done (`fetch`). Gradients are
-of the weights' 16 bits there: one micro-batch a step (the recipe's rules say so), for added up in 16 bits they
-would lose the small ones.
+In a layout (section 4.2) each host updates the shard that its process holds. A gradient leaves when its sum over
+processes is there: of a shard when `fully_shard` has reduced it, still during backward; what is summed afterwards
+(copies, the tensor axis) when that is done (`fetch`). It has the weights' 16 bits there: one micro-batch a step.
 
 Not torchao's CPUOffloadOptimizer, which cannot clip gradients that have left, nor FSDP's CPUOffloadPolicy, which
 sends fp32 shards up in every forward and backward.
@@ -80,12 +69,11 @@ class HostSide:
 
 
 class HostOffload:
-    """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before
-    reading them.
+    """The host's side of a model's weights, whose masters become the values of `shards` (default: the whole model).
 
-    Forward hooks wait for the weights, and gradients leave in `micro_batches` backward passes of a step, in all while
-    `leaving`; those of the names in `late` by `fetch`. Compile the blocks' forwards, not the model, or the hooks are
-    traced. The masters become the values of `shards`, by default all of the model.
+    One worker thread does all work on host tensors; `wait` before reading them. Forward hooks wait for the weights.
+    Gradients leave in `micro_batches` backward passes of a step, in all while `leaving`; those of the names in `late`
+    by `fetch`. Then `step`, or `discard`, which skips it. Compile the blocks' forwards, not the model with its hooks.
     """
 
     def __init__(
@@ -127,10 +115,8 @@ class HostOffload:
                 module.register_forward_pre_hook(hook, prepend=True)
 
     def _make_scratch(self) -> None:
-        """For each parameter room for its gradient in the master's dtype, shared by the units, which are
-        updated one by one.
-
-        Kept, because fresh memory of this size costs more time (page faults) than the update itself.
+        """For each parameter room for its gradient in the master's dtype, shared by the units, which are updated one by
+        one. Kept: fresh memory of this size costs more time (page faults) than the update itself.
         """
         sizes = [[side.master.numel() for side in unit.sides] for unit in self._units.values()]
         room = torch.empty(max(map(sum, sizes)), dtype=self.sides[0].master.dtype)
@@ -139,9 +125,7 @@ class HostOffload:
                 side.scratch = part.view_as(side.master)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and masters: fp32 (fp64 of an fp64 model) on the host. What an optimizer moves and a
-        checkpoint saves.
-        """
+        """Names and masters, fp32 (fp64 of an fp64 model) on the host: what an optimizer moves."""
         self.wait()
         return ((side.name, side.master) for side in self.sides)
 
@@ -235,9 +219,7 @@ class HostOffload:
 
     @torch.no_grad()
     def _send_up(self, unit: Unit) -> None:
-        """Copy a unit's masters to the device in its dtype. No forward or backward that uses these weights
-        may be running.
-        """
+        """Copy a unit's masters to the device in its dtype, while no forward or backward uses these weights."""
         for side in unit.sides:
             side.staging.copy_(side.master)
             if self._up is None:
@@ -249,9 +231,7 @@ class HostOffload:
             unit.sent = self._up.record_event()
 
     def _await(self, unit: Unit) -> None:
-        """Before a unit's forward: its weights are on the device, for whichever stream reads them (`fully_shard` has
-        its own). The device meanwhile has the units before it to compute.
-        """
+        """Before a unit's forward: its weights are there for every stream (`fully_shard` has its own)."""
         update, unit.update = unit.update, None
         if update is None:
             return
@@ -267,13 +247,11 @@ class HostOffload:
     def publish(self) -> None:
         """Send all masters to the device, after they were filled from a checkpoint."""
         self.wait()
-        self._synchronize()  # buffers and weights are read until then
+        if self._up is not None:  # buffers and weights are read until then
+            torch.cuda.synchronize(self.device)
         for unit in self._units.values():
             self._send_up(unit)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self._up is not None:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:

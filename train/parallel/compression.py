@@ -41,11 +41,7 @@ class Bf16:
 
 
 class Signs:
-    """Numbers (..., L) as bytes (..., L/8 + L/512): a bit each, and per block its mean magnitude, the best
-    factor for signs.
-
-    L is a multiple of the block. The scales stand after the bits, fp32.
-    """
+    """Numbers (..., L) as bytes (..., L/8 + L/512): a bit each, then per block of L its mean magnitude, fp32."""
 
     unit = SIGNS_PER_SCALE
 
@@ -65,8 +61,7 @@ class Signs:
 
 
 class CommunicationHook:
-    """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme. This one sums
-    them as they are: what the other schemes are compared with.
+    """How the gradients of the copies of a model become one; this one sums them as they are.
 
     `kept` is what this process alone knows, by name: what its compressions lost so far, for one. A checkpoint has it.
     """
@@ -99,11 +94,10 @@ class CommunicationHook:
 
     def compressed_sum(self, codec: Bf16 | Signs, index: int, x: Tensor) -> Tensor:
         """(numel,) -> (numel,), about the sum over the axis of the vector of that index, in the bytes of a codec:
-        each process sums one part of it and sends that to all.
+        each process sums one part of it, in full precision, and sends that to all.
 
-        Two compressions, each with its error: of what this process contributes, and of the part that it sums. The
-        sum itself is in full precision, so it does not matter how many processes there are. Everyone decodes the
-        same bytes: the result is the same on all to the bit.
+        Two compressions, each with its error: of what this process contributes, and of the part that it sums.
+        Everyone decodes the same bytes: the result is the same on all to the bit.
         """
         axis = self.communicator.axis
         if axis.group is None:
@@ -116,9 +110,7 @@ class CommunicationHook:
         return codec.decode(everything, x.dtype).flatten()[: x.numel()]
 
     def _encode(self, codec: Bf16 | Signs, x: Tensor, name: str) -> Tensor:
-        """The bytes of x and the error so far, which becomes what they miss. A number that is not finite leaves
-        no error.
-        """
+        """The bytes of x and the error so far, which becomes what they miss; of infinite numbers nothing."""
         error = self.error(name, x)
         wanted = x + error
         data = codec.encode(wanted)
@@ -138,10 +130,8 @@ class Bf16Sum(CommunicationHook):
 
 class PowerSum(CommunicationHook):
     """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others
-    as they are.
+    as they are, and all in the first `dense_steps`: gradients change fastest there.
 
-    The factor of columns starts where it ended the step before, so one power iteration a step follows the
-    largest directions. `dense_steps` at the start are summed as they are: gradients change fastest there.
     Every process orthogonalises the same numbers; on unlike machines the results could differ in the last
     bit. Not torch's powerSGD_hook: it takes the buckets of DistributedDataParallel, and keeps a NaN for ever.
     """
@@ -199,10 +189,13 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class OneBitAdam(torch.optim.AdamW, CommunicationHook):
-    """AdamW over the processes of an axis whose momentum travels as signs after `warmup_steps` steps.
+    """AdamW with a warm-up of `warmup_steps`; then the variance is frozen and processes exchange signs of the momentum.
 
-    Its state per parameter is AdamW's, the same on every process; `errors` are this process's own. Steps are counted
-    on the host: nothing of the device is read.
+    Tang et al. 2021, algorithm 1. With the variance frozen the update is linear in the momentum, so errors of
+    compressing it are made good later, as they are not for Adam as a whole. What differs from the paper: a scale per
+    block of 2048 signs instead of one per tensor, the frozen variance keeps its bias correction, and its root has a
+    floor. Only the sum of gradients is replaced: after the warm-up they stay each process's own, and `squared_norm`
+    gives the norm by which all clip, or skip the step.
     """
 
     def __init__(self, params: Any, communicator: Communicator, warmup_steps: int, **options: Any) -> None:

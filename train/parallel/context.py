@@ -1,15 +1,11 @@
 """Context parallelism: each process holds a part of every row, and keys and values go round in a ring.
 
 Process r of n holds chunks r and 2n-1-r of 2n, so that every one has as much of the causal triangle (the
-head-tail order of Llama 3, section 3.3.2). Losses are sums, so the order of the tokens does not matter to
-them; positions go along with the tokens.
-
-Attention never makes a tensor of queries times keys. Each chunk of queries meets each chunk of keys that it may see
-in one kernel call, causal for its own chunk and full for the ones before, and the results are merged by their
-log-sum-exp (Liu et al. 2023, Ring Attention; the skipped triangle after Brandon et al. 2023, Striped Attention). The
-backward is the same kernel's, given the merged result, while keys, values and their float32 gradients go
-round again. A process holds the keys of two parts at a time: its memory falls as 1 / n. Documents and padding are
-bounds within each chunk.
+head-tail order of Llama 3, section 3.3.2). Each chunk of queries meets each chunk of keys that it may see in one
+kernel call, causal for its own chunk and full for the ones before, and the results are merged by their log-sum-exp
+(Liu et al. 2023, Ring Attention; the skipped triangle after Brandon et al. 2023, Striped Attention). The backward is
+the same kernel's, given the merged result, while keys, values and their float32 gradients go round again. A process
+holds the keys of two parts at a time: its memory falls as 1 / n. Documents and padding are bounds within each chunk.
 
 Shape letters: B rows, C positions of a row here (S / context), H of a chunk (C / 2), T = B x H tokens of a
 chunk, A heads, G key-value heads, D head width, N documents.
@@ -48,10 +44,7 @@ def documents_of(rows: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
-    """This process's part of each row, with explicit positions, and the documents of the whole rows.
-
-    One sentence pair to a row is predicted from its first token, by the process that holds it alone.
-    """
+    """This process's part of each row, with explicit positions, and the documents of the whole rows."""
     if axis.size == 1:
         return rows
     total, length = rows["input_ids"].shape
@@ -64,6 +57,7 @@ def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
         cut[ROW_DOCUMENTS] = documents_of(rows)
     pairs = rows.get("nsp_targets")
     if pairs is not None and pairs.ndim == 1:
+        # predicted from the first token, by the process that holds it alone
         cut["nsp_targets"] = pairs if axis.rank == 0 else np.full_like(pairs, NO_TARGET)
     return cut
 

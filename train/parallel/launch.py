@@ -1,11 +1,9 @@
 """Start a command on several processes of this machine, watch them, and start them again after one was lost.
 
-Not torch's elastic agent. It is as fast after a kill (4 to 8 s to the next checkpoint, this launcher 6 s), but after a
-process that stands still, which hears no SIGTERM, it took 45 to 49 s whatever its --shutdown-timeout where we promise
-25 (this launcher 23); it starts a user's error again, and its own exit code is 1 for a run that stopped with
-everything saved (benchmarks/faults.py's faults on 2 cores, torch 2.13). The processes get torchrun's environment
-variables, a new port at every start, and a signal when this process dies. On several machines torchrun starts them
-(`throughline launch --emit`).
+Not torch's elastic agent: after a process that stands still, which hears no SIGTERM, it took 45 to 49 s where we
+promise 25 (this launcher 23); it starts a user's error again, and its own exit code is 1 for a run that stopped with
+everything saved (benchmarks/faults.py's faults on 2 cores, torch 2.13). On several machines torchrun starts the
+processes (`throughline launch --emit`), with the same environment variables.
 """
 
 import ctypes
@@ -30,12 +28,10 @@ GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has end
 STEADY_SECONDS = 60.0  # a start that lived this long was a good one: the count of failures begins again
 FINAL = (EXIT_WRONG_USE, EXIT_REFUSED)  # exit codes of what the user has to mend
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-NODES = Path("/sys/devices/system/node")
 
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
-    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first one, or of the one that
-    met a user's error.
+    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first, or of who met a user's error.
 
     After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished
     command is final. SIGTERM and Ctrl-C go to the processes, which save and end.
@@ -102,13 +98,11 @@ def _said(file: Path) -> int | None:
 
 
 def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], int]:
-    """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed
-    first.
+    """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed first.
 
     Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the
     first process has said why the command failed there is no grace: the others would say it again. One that
-    is done hurries nobody: the first process closes the run after the others, and to hash a large one takes
-    minutes.
+    is done hurries nobody: the first process closes the run after the others, which may take minutes.
     """
     end, first = 0.0, 0
     while None in (codes := [worker.poll() for worker in running]):
@@ -138,7 +132,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, processes: int, port: int, exit_file: Path, start: int) -> dict[str, str]:
-    """What torchrun would set, and the cores shared out among the processes unless the user decided."""
+    """What torchrun would set, and the cores shared out unless the user decided."""
     given = {"OMP_NUM_THREADS": str(max(usable_cores() // processes, 1))} | dict(os.environ)
     return given | {
         "RANK": str(rank),
@@ -165,8 +159,8 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def numa_nodes(root: Path = NODES) -> list[set[int]]:
-    """The cores of each memory node that this process may use; nodes without any are left out."""
+def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[set[int]]:
+    """The cores of each memory node that this process may use (Linux); nodes without any are left out."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     usable = os.sched_getaffinity(0)
@@ -181,8 +175,8 @@ def _cores(text: str) -> set[int]:
 
 
 def near_cores(nodes: list[set[int]], rank: int, processes: int) -> set[int] | None:
-    """The cores to which a process of a machine is bound: those of its node, or of its share of the nodes; None
-    where there is nothing to choose.
+    """The cores to which a process of a machine is bound, those of its node or nodes: memory of another node is half as
+    fast. None where there is nothing to choose. GPUs are numbered along the nodes on the usual machines.
     """
     if len(nodes) < 2:
         return None

@@ -80,15 +80,11 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that this process is in, each once."""
-        held = [
-            axis.group for axis in vars(self).values() if isinstance(axis, Axis) and axis.group is not None
-        ]
-        return list({id(group): group for group in held}.values())
+        groups = [axis.group for axis in vars(self).values() if isinstance(axis, Axis)]
+        return list({id(group): group for group in groups if group is not None}.values())
 
     def sharding_mesh(self, experts: bool = False) -> DeviceMesh | None:
-        """The mesh for `fully_shard`, of the experts or of all else: one dim, or (replica, shard) for hybrid sharding;
-        None when nothing is sharded.
-        """
+        """The mesh for `fully_shard`, of the experts or all else: (shard,), or (replica, shard) if hybrid."""
         replica, shard = (self.expert_replica, self.expert_shard) if experts else (self.replica, self.shard)
         if shard.group is None:
             return None
@@ -156,10 +152,7 @@ def _ranks(layout: Layout) -> np.ndarray:
 
 
 def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Mesh:
-    """The mesh of a layout over all processes of the default group.
-
-    Every group has the time limit. Collective: every process calls it.
-    """
+    """The mesh of a layout over all processes of the default group, each group with the time limit. Collective."""
     if layout.world == 1:
         return Mesh(layout, device)
     assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout.product())

@@ -1,8 +1,6 @@
-"""Pipeline schedules: torch's, over our stages.
+"""Pipeline schedules: torch's, over our stages. Every process reads the same micro-batches, so only activations travel.
 
-Every process reads the same micro-batches, so only activations travel. Shapes are given, not inferred: torch
-would otherwise run one extra forward that advances the random numbers. Losses are summed, never averaged over
-micro-batches.
+Shapes are given, not inferred: torch would otherwise run one extra forward that advances the random numbers.
 """
 
 import logging
@@ -23,8 +21,7 @@ SCHEDULES = {  # torch's classes
     "zero-bubble-v": "ScheduleZBVZeroBubble",
     "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
 }
-# a failing schedule prints its whole table, hundreds of lines on every process; the error itself says what
-# failed
+# a failing schedule prints its whole table, hundreds of lines on every process; the error itself says what failed
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 

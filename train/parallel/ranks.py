@@ -46,13 +46,9 @@ PACKAGE = Path(__file__).parents[2]
 
 
 class Lost(Failed):
-    """Another process of the run is gone or stalled; the run can start again (exit 1).
+    """Another process of the run is gone or stalled; the run can start again (exit 1)."""
 
-    The command line then ends the process at once: destructors of process groups wait for those that stand
-    still.
-    """
-
-    at_once = True
+    at_once = True  # the command line ends the process: destructors of process groups wait for those that stand still
 
 
 def _loss(error: BaseException | None) -> str | None:
@@ -76,11 +72,7 @@ class Ranks:
 
     @classmethod
     def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Ranks":
-        """Join the processes that the launcher started and make the mesh of the layout, every group with the
-        time limit.
-
-        Collective.
-        """
+        """Join the processes that the launcher started and make the mesh of the layout. Collective."""
         if layout.world > 1:
             end_with_parent()
             start_group(device, timeout_seconds)
@@ -131,22 +123,13 @@ class Ranks:
     def gathered(self, value: Any) -> list[Any]:
         """The values of all processes, on the first one; the others get none. Collective, without a time limit."""
         self._turns += 1
-        if self.alone:
-            return [value]
-        keys = [f"given/{self._turns}/{rank}" for rank in range(self.mesh.world.size)]
-        if not self.leads:
-            _store().set(keys[self.mesh.rank], pickle.dumps(value))  # type: ignore[arg-type]
-            return []
-        while not _store().check(keys[1:]):
-            time.sleep(0.01)
-        return [value, *(pickle.loads(_store().get(key)) for key in keys[1:])]  # noqa: S301 (written above)
+        if self.leads:
+            return [value, *(_read(f"given/{self._turns}/{rank}") for rank in range(1, self.mesh.world.size))]
+        _store().set(f"given/{self._turns}/{self.mesh.rank}", pickle.dumps(value))  # type: ignore[arg-type]
+        return []
 
     def _hear(self) -> Any:
-        turn, pause_s = f"turn/{self._turns}", 0.01
-        while not _store().check([turn]):  # in pieces: a signal is heard in between
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOOK_EVERY_S)
-        answer, exit_code = pickle.loads(_store().get(turn))  # noqa: S301 (written above)
+        answer, exit_code = _read(f"turn/{self._turns}")
         _store().add(f"heard/{self._turns}", 1)
         if exit_code == UNFORESEEN:
             raise Lost("the first process of the run has failed", fix="its message says why")
@@ -155,7 +138,7 @@ class Ranks:
         return answer
 
     def _until_heard(self) -> None:
-        """Before the first process ends, and the store with it: wait until the others have its last word."""
+        """Before the first process ends, and the store with it."""
         end, others = time.monotonic() + HEARD_SECONDS, self.mesh.world.size - 1 if self.leads else 0
         while others and _store().add(f"heard/{self._turns}", 0) < others and time.monotonic() < end:
             time.sleep(0.01)
@@ -204,6 +187,15 @@ class Ranks:
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
+
+
+def _read(key: str) -> Any:
+    """What another process has written there, or will have; a signal is heard in between."""
+    pause_s = 0.01
+    while not _store().check([key]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_EVERY_S)
+    return pickle.loads(_store().get(key))  # noqa: S301 (ours)
 
 
 @dataclass(frozen=True)

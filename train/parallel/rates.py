@@ -1,8 +1,5 @@
 """How fast this process multiplies, copies, starts kernels and adds up with the others: for `throughline doctor`,
-which names the slow one, and for `throughline study`.
-
-Each rate is the best of several trials: what the hardware can do now, not what a busy moment left of it. All
-processes are measured at the same time, as in training.
+which names the slow one, and for `throughline study`. All processes are measured at the same time, as in training.
 """
 
 import statistics
@@ -35,9 +32,8 @@ class Rates:
     all_reduce: float | None  # bytes/s that each process sends in a ring: 2 (n - 1) / n of the tensor
 
 
-def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The shortest of some timings of `work`, each long enough to be timed."""
-    # torch's clock waits for the GPU
+def best_seconds(work: Callable[[], Any]) -> float:
+    """The shortest of some timings of `work`, each long enough to be timed; torch's clock waits for the GPU."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=REPEATS * LEAST_SECONDS).times)
 
@@ -47,12 +43,12 @@ def probe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     speeds = []
     for rows, inner, outer in PRODUCTS[device.type]:
         left, right = (torch.randn(size, device=device).to(dtype) for size in ((rows, inner), (inner, outer)))
-        seconds = best_seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
+        seconds = best_seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
         speeds.append(2 * rows * inner * outer / seconds)
     source, one = torch.zeros(COPIED[device.type], device=device), torch.zeros(1, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device)
-    launch = best_seconds(lambda: one.add_(1.0), device)
+    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source))
+    launch = best_seconds(lambda: one.add_(1.0))
     return {"tflops": max(speeds) / 1e12, "bandwidth_gb_s": copied / 1e9, "launch_s": launch}
 
 
@@ -63,9 +59,7 @@ def group_sizes(world: int) -> list[int]:
 
 
 def probe_all_reduce(device: torch.device) -> list[dict[str, float]]:
-    """For each size of a group of neighbours the seconds of the smallest sum and the GB/s of a large one, all groups
-    at once as in a step; empty for one process.
-    """
+    """For each size of a group of neighbours the seconds of the smallest sum and the GB/s of a large one."""
     rank, world = running_processes()
     if world == 1:
         return []
@@ -107,12 +101,9 @@ def measure(device: torch.device, world: Axis) -> list[Rates]:
 
 
 def slowest(rates: Sequence[Rates]) -> str:
-    """The process that holds the others up, and by how much, in one line; "" when all are about as fast.
-
-    An all-reduce takes as long for all of them, so the others' rates tell.
-    """
+    """The process that holds the others up, and by how much, in one line; "" when all are about as fast."""
     shares = []
-    for name in ("product", "copy"):
+    for name in ("product", "copy"):  # an all-reduce takes as long for all of them
         median = statistics.median_high(getattr(each, name) for each in rates)
         shares += [(getattr(each, name) / median, each.rank, name) for each in rates]
     share, rank, name = min(shares)

@@ -3,8 +3,7 @@
 Between the matrices each process works on its part of every row; a column-cut matrix gathers the row first, a
 row-cut one reduce-scatters its partial sums. What differs from torch's DTensor plan: a column-cut linear
 keeps its shard of the input for backward and gathers again there (4 s b h per layer are kept instead of 7.4,
-measured on 8 processes), and tensors are plain, so a step costs what its matrix products and collectives
-cost.
+measured on 8 processes), and tensors are plain.
 
 Shape letters: B batch, S positions of a row, P positions of this process (S / tensor), W width, N selected
 positions, V vocabulary.
@@ -24,11 +23,6 @@ from .mesh import Axis, Exchange, Gathering, Scattering, reduced
 
 Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
 Product = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
-
-
-def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Which) -> Tensor:
-    """(..., I) -> (..., O) in the dtype of both: all three kinds alike."""
-    return linear(x, weight_OI, bias_O)
 
 
 def _wanted(ctx: Any, index: int) -> bool:
@@ -130,6 +124,11 @@ def sum_gradient(x: Tensor, axis: Axis) -> Tensor:
     return Exchange.apply(x, axis, _same, reduced)
 
 
+def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Which) -> Tensor:
+    """(..., I) -> (..., O) in the dtype of both: all three kinds alike."""
+    return linear(x, weight_OI, bias_O)
+
+
 class _CutLinear(nn.Module):
     """The parameters of a linear layer cut over an axis, and what computes its products."""
 
@@ -140,10 +139,9 @@ class _CutLinear(nn.Module):
 
 
 class ColumnLinear(_CutLinear):
-    """A linear layer cut by outputs; its input is a part of the row, its output the whole row.
-
-    One that is not cut (the key head that all query heads share) has partial gradients: each process uses its
-    output for its heads. With `keeps` the gathered row stays for backward, else it is gathered again.
+    """A linear layer cut by outputs; its input is a part of the row, its output the whole row, which stays for backward
+    with `keeps` and is else gathered again. One that is not cut (the key head that all query heads share) has partial
+    gradients: each process uses its output for its heads.
     """
 
     keeps = False
@@ -210,22 +208,17 @@ class HeadsNorm(nn.Module):
 
 
 def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
-    """Cut the model's parameters by the table and replace the layers that communicate.
-
-    With `keeps` gathered rows stay for backward: for blocks whose forward is repeated right before it. Parameters keep
-    their names. Expects a model on the meta device (`models.init.empty_model`).
+    """Cut the parameters of a model on the meta device by the table, and replace the layers that communicate.
+    With `keeps` gathered rows stay for backward: for blocks whose forward is repeated right before it.
     """
     if axis.group is None:
         return
-    rows = model.config.vocab_size
     for name, parameter in list(model.named_parameters()):
         box = tensor_box(name, tuple(parameter.shape), model.config, axis.size, axis.rank)
         path, _, attribute = name.rpartition(".")
-        setattr(
-            model.get_submodule(path),
-            attribute,
-            nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad),
-        )
+        cut = nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad)
+        setattr(model.get_submodule(path), attribute, cut)
+    first_id = even_part(model.config.vocab_size, axis.size, axis.rank)[0]
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             placement = tensor_placement(f"{name}.weight", model.config)
@@ -238,6 +231,6 @@ def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
         elif isinstance(module, nn.RMSNorm) and tensor_placement(f"{name}.weight", model.config) == 0:
             model.set_submodule(name, HeadsNorm(module, module.normalized_shape[0], axis))
         elif name == "token_table":
-            model.token_table = VocabularyEmbedding(module, even_part(rows, axis.size, axis.rank)[0], axis)
+            model.token_table = VocabularyEmbedding(module, first_id, axis)
         elif name in ("position_table", "type_table"):
             setattr(model, name, SequenceEmbedding(module, axis))
