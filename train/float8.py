@@ -1,11 +1,9 @@
 """Matrix products of the blocks in fp8, by torchao. Weights, masters and checkpoints stay what they are.
 
-For each product both factors are scaled by their largest element and rounded, activations and weights to e4m3
-(4 significant bits), gradients to e5m2 (3 bits, a wider range), and the sum is 16 bits again (Micikevicius et
-al. 2022, "FP8 formats for deep learning", section 3). Embeddings, norms, attention, the head and its loss compute
-as the recipe's precision says. torchao replaces the layers in place and keeps their parameters. Layers cut over
-tensor processes keep their collectives and take torchao's products: a factor that each process has a part of is
-scaled by that part's largest element, which rounds no coarser.
+For each product both factors are scaled by their largest element and rounded, activations and weights to e4m3,
+gradients to e5m2, and the sum is 16 bits again (Micikevicius et al. 2022, "FP8 formats for deep learning", section 3).
+torchao replaces the layers in place. Those cut over tensor processes keep their collectives and take its products: a
+factor that each process has a part of is scaled by that part's largest element, which rounds no coarser.
 """
 
 import importlib.util

@@ -32,7 +32,7 @@ from .logs.profile import Profile
 from .logs.target import convergence, reached
 from .memory import beside
 from .objective import StepBatch
-from .optimizers.schedule import learning_rate_factor
+from .optimizers.build import learning_rate_factor
 from .parallel.ranks import Ranks
 from .recipes.resolved import predicted_step_seconds
 from .step import Launched, StepResult, Trainer, launch_step

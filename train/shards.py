@@ -107,7 +107,7 @@ class WholeParameters:
 
     @classmethod
     def of(cls, model: Any) -> "WholeParameters":
-        """Those of a plain model, or of an engine, this process's stages, in the same order on all processes of an axis."""
+        """Those of a plain model or of an engine, in the same order on all processes of an axis."""
         if isinstance(model, nn.Module):
             return cls([whole_shard(*named) for named in model.named_parameters()])
         return cls(model.local_shards, model.mesh.tensor, model.mesh.shard)

@@ -20,6 +20,8 @@ from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import IN_FLIGHT_BYTES, HostOffload
+from throughline.train.shards import whole_shard
+from torch import nn
 
 pytestmark = pytest.mark.gpu
 SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
@@ -32,6 +34,15 @@ def exact_fp32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.cuda.empty_cache()
+
+
+def offloaded(model: nn.Module, micro_batches: int = 1) -> HostOffload:
+    return HostOffload(model, micro_batches, [whole_shard(*named) for named in model.named_parameters()])
+
+
+def masters(offload: HostOffload) -> list[tuple[str, nn.Parameter]]:
+    offload.wait()
+    return [(side.name, side.master) for side in offload.sides]
 
 
 def loss_of(model: GPT, ids: torch.Tensor) -> torch.Tensor:
@@ -55,9 +66,9 @@ def test_equals_the_plain_optimizer(micro_batches: int) -> None:
         initialise(model, seed=0)
         model.cuda()
     plain, moved = models
-    offload = HostOffload(moved, micro_batches)
+    offload = offloaded(moved, micro_batches)
     expected = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
-    optimizer = torch.optim.AdamW([p for _, p in offload.named_parameters()], lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW([p for _, p in masters(offload)], lr=1e-3, fused=True)
     for step in range(10):
         losses = []
         for model in models:
@@ -78,7 +89,7 @@ def test_equals_the_plain_optimizer(micro_batches: int) -> None:
     torch.cuda.synchronize()
     # a fifth of what ten steps of 1e-3 can move
     assert max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), moved.parameters())) < 2e-3
-    offload.close()
+    offload.wait()
 
 
 def test_weights_are_the_rounded_masters() -> None:
@@ -88,8 +99,8 @@ def test_weights_are_the_rounded_masters() -> None:
     model = GPT(SHAPE)
     initialise(model, seed=0)
     model.to("cuda", torch.bfloat16)
-    offload = HostOffload(model)
-    optimizer = torch.optim.AdamW([p for _, p in offload.named_parameters()], lr=3e-3, fused=True)
+    offload = offloaded(model)
+    optimizer = torch.optim.AdamW([p for _, p in masters(offload)], lr=3e-3, fused=True)
     losses = []
     for _ in range(40):
         loss = loss_of(model, batch(0))
@@ -98,10 +109,10 @@ def test_weights_are_the_rounded_masters() -> None:
         losses.append(loss.item())
     offload.wait()
     torch.cuda.synchronize()
-    for parameter, (_, master) in zip(model.parameters(), offload.named_parameters()):
+    for parameter, (_, master) in zip(model.parameters(), masters(offload)):
         assert torch.equal(parameter.cpu(), master.to(torch.bfloat16))
     assert losses[-1] < losses[0] / 3, losses[::10]
-    offload.close()
+    offload.wait()
 
 
 def fitting_preset() -> tuple[str, GPTConfig]:
@@ -140,8 +151,8 @@ def test_trains_under_a_cap_of_device_memory() -> None:
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         predicted = 2 * config.parameter_count()
         assert torch.cuda.memory_allocated() == pytest.approx(predicted, rel=0.01)
-        offload = HostOffload(model)
-        optimizer = torch.optim.AdamW([p for _, p in offload.named_parameters()], lr=1e-4, fused=True)
+        offload = offloaded(model)
+        optimizer = torch.optim.AdamW([p for _, p in masters(offload)], lr=1e-4, fused=True)
         losses, ids = [], batch(0, 1, 2049, config.vocab_size)
         for _ in range(3):
             loss = loss_of(model, ids)
@@ -162,7 +173,7 @@ def test_trains_under_a_cap_of_device_memory() -> None:
         assert peak < CAP_BYTES
         assert peak < predicted + 1.25 * activations + IN_FLIGHT_BYTES + 2 * largest
         assert losses[-1] < losses[0]
-        offload.close()
+        offload.wait()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 

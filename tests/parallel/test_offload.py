@@ -17,6 +17,7 @@ from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import HostOffload
+from throughline.train.shards import whole_shard
 from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
@@ -28,9 +29,18 @@ def make_model(family: str = "gpt", dtype: torch.dtype = torch.float32) -> nn.Mo
     return model.to(dtype)
 
 
-def make_optimizer(source) -> torch.optim.AdamW:
-    """AdamW in two groups, as the recipe's: asks for nothing but named_parameters()."""
-    named = list(source.named_parameters())
+def offloaded(model: nn.Module, micro_batches: int = 1) -> HostOffload:
+    return HostOffload(model, micro_batches, [whole_shard(*named) for named in model.named_parameters()])
+
+
+def masters(offload: HostOffload) -> list[tuple[str, nn.Parameter]]:
+    offload.wait()
+    return [(side.name, side.master) for side in offload.sides]
+
+
+def make_optimizer(source: nn.Module | HostOffload) -> torch.optim.AdamW:
+    """AdamW in two groups, as the recipe's."""
+    named = masters(source) if isinstance(source, HostOffload) else list(source.named_parameters())
     groups = [
         {"params": [p for name, p in named if p.dim() > 1 and "table" not in name], "weight_decay": 0.1},
         {"params": [p for name, p in named if p.dim() < 2 or "table" in name], "weight_decay": 0.0},
@@ -81,22 +91,20 @@ def test_equals_the_plain_optimizer_to_the_bit(family: str, dtype: torch.dtype, 
     same.
     """
     plain, moved = make_model(family, dtype), make_model(family, dtype)
-    offload = HostOffload(moved, micro_batches)
+    offload = offloaded(moved, micro_batches)
     optimizers = make_optimizer(plain), make_optimizer(offload)
     for step in range(5):
         expected = plain_step(plain, optimizers[0], step, micro_batches, clip=0.7)
         assert offloaded_step(moved, optimizers[1], offload, step, clip=0.7) == expected
     offload.wait()
-    for (name, a), b, (_, master) in zip(
-        plain.named_parameters(), moved.parameters(), offload.named_parameters()
-    ):
+    for (name, a), b, (_, master) in zip(plain.named_parameters(), moved.parameters(), masters(offload)):
         assert torch.equal(a, b) and torch.equal(a, master), name
         assert optimizers[0].state[a].keys() == optimizers[1].state[master].keys(), name
         assert all(
             torch.equal(value, optimizers[1].state[master][slot])
             for slot, value in optimizers[0].state[a].items()
         ), name
-    offload.close()
+    offload.wait()
 
 
 def test_the_next_forward_waits_for_its_weights() -> None:
@@ -110,8 +118,8 @@ def test_the_next_forward_waits_for_its_weights() -> None:
             return super().step(closure)
 
     plain, moved = make_model(), make_model()
-    offload = HostOffload(moved)
-    optimizer = Slow([p for _, p in offload.named_parameters()], lr=0.1)
+    offload = offloaded(moved)
+    optimizer = Slow([p for _, p in masters(offload)], lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(3):
         loss = loss_of(moved, step, 0)
@@ -121,20 +129,20 @@ def test_the_next_forward_waits_for_its_weights() -> None:
         offload.step(optimizer)
         assert time.perf_counter() - start < 0.1  # the four units take 0.2 s; step() does not wait for them
         plain_step(plain, reference, step, 1, clip=float("inf"))
-    offload.close()
+    offload.wait()
 
 
 def test_a_skipped_step_changes_nothing() -> None:
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
-    offload = HostOffload(model)
+    offload = offloaded(model)
     (loss_of(model, 0, 0) * float("inf")).backward()
     assert not offload.gradient_norm().isfinite()
     offload.discard()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     loss_of(model, 0, 0).backward()  # the next step counts from zero
     assert offload.gradient_norm().isfinite()
-    offload.close()
+    offload.wait()
 
 
 def test_a_micro_batch_without_some_gradients_counts_the_others() -> None:
@@ -142,7 +150,7 @@ def test_a_micro_batch_without_some_gradients_counts_the_others() -> None:
     and in the update.
     """
     model = make_model("bert")
-    offload = HostOffload(model, micro_batches=2)
+    offload = offloaded(model, 2)
     hidden = model.hidden(torch.zeros(2, 8, dtype=torch.long))
     model.nsp_head(hidden[:, 0]).sum().backward()
     pair_head = next(side for side in offload.sides if side.name == "nsp.weight")
@@ -154,7 +162,7 @@ def test_a_micro_batch_without_some_gradients_counts_the_others() -> None:
         sum(float(total.square().sum()) for total in moved), rel=1e-5
     )
     assert pair_head.received == 1
-    offload.close()
+    offload.wait()
 
 
 def test_continues_from_saved_state_to_the_bit() -> None:
@@ -162,22 +170,22 @@ def test_continues_from_saved_state_to_the_bit() -> None:
     first.
     """
     model = make_model()
-    offload = HostOffload(model)
+    offload = offloaded(model)
     optimizer = make_optimizer(offload)
     for step in range(2):
         offloaded_step(model, optimizer, offload, step, clip=1.0)
-    weights = {name: master.detach().clone() for name, master in offload.named_parameters()}
+    weights = {name: master.detach().clone() for name, master in masters(offload)}
     fresh = make_model(dtype=torch.float32)
-    second = HostOffload(fresh)
+    second = offloaded(fresh)
     resumed = make_optimizer(second)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # load_state_dict would share the tensors
     with torch.no_grad():
-        for name, master in second.named_parameters():
+        for name, master in masters(second):
             master.copy_(weights[name])
     second.publish()
     for run in ((model, optimizer, offload), (fresh, resumed, second)):
         offloaded_step(*run, 2, clip=1.0)
-        run[2].close()
+        run[2].wait()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters()))
 
 
@@ -203,7 +211,7 @@ def test_bytes_are_those_accounted(micro_batches: int) -> None:
     are fp32.
     """
     model = make_model(dtype=torch.bfloat16)
-    offload = HostOffload(model, micro_batches)
+    offload = offloaded(model, micro_batches)
     optimizer = make_optimizer(offload)
     for step in range(3):
         offloaded_step(model, optimizer, offload, step, clip=1.0)
@@ -216,9 +224,9 @@ def test_bytes_are_those_accounted(micro_batches: int) -> None:
     assert device_terms(work, layouts, software)["weights"] == sum(p.nbytes for p in model.parameters())
     unit = terms["update scratch"] / 4
     assert sum(held.values()) == (12 + 2) * count + 4 * (count if micro_batches > 1 else unit)
-    for parameter, (_, master) in zip(model.parameters(), offload.named_parameters()):
+    for parameter, (_, master) in zip(model.parameters(), masters(offload)):
         assert master.dtype == torch.float32 and torch.equal(parameter, master.to(torch.bfloat16))
-    offload.close()
+    offload.wait()
 
 
 def test_published_figure_for_13_billion_parameters() -> None:
@@ -242,17 +250,17 @@ def test_a_failing_update_is_raised_at_the_next_forward() -> None:
             raise ArithmeticError("no update")
 
     model = make_model()
-    offload = HostOffload(model)
+    offload = offloaded(model)
     loss_of(model, 0, 0).backward()
-    offload.step(Broken([p for _, p in offload.named_parameters()], lr=0.1))
+    offload.step(Broken([p for _, p in masters(offload)], lr=0.1))
     with pytest.raises(ArithmeticError):
         model.hidden(torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_too_many_backward_passes_are_refused() -> None:
     model = make_model()
-    offload = HostOffload(model)
+    offload = offloaded(model)
     loss_of(model, 0, 0).backward()
     with pytest.raises(RuntimeError, match="more than 1 backward"):
         loss_of(model, 0, 0).backward()
-    offload.close()
+    offload.wait()

@@ -15,7 +15,7 @@ from throughline.train.build import RunPlan, plan_run
 from throughline.train.checkpoints.checkpoint import load_model
 from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.optimizers.schedule import learning_rate_factor
+from throughline.train.optimizers.build import learning_rate_factor
 from throughline.train.recipes.recipe import BatchRampSection, Recipe, TrainSection
 from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from throughline.core.recipe import build_recipe
-from throughline.train.optimizers.schedule import learning_rate_factor
+from throughline.train.optimizers.build import learning_rate_factor
 from throughline.train.recipes.recipe import Recipe
 
 

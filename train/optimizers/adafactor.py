@@ -1,13 +1,9 @@
 """Adafactor: the mean square of a matrix's gradient kept as its row and column means, R + C numbers for R x C.
 
-Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 and 5, without momentum: the decay of the means is
-1 - t^-0.8, updates are clipped to a root mean square of 1, and the step is relative to the root mean square
-of the weights. The recipe's learning rate is the paper's relative step rho. Vectors keep their whole mean
-square. A stored matrix counts as one, query, key and value together.
-
-Not torch's Adafactor, which would take the root mean squares of a part for those of the whole.
-Cut parameters: row sums are completed over the tensor axis where columns are cut, column sums over shards
-and where rows are cut, and norms over both: two rounds of sums a step for all parameters together.
+Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 and 5, without momentum. The recipe's learning rate is the
+paper's relative step rho. Vectors keep their whole mean square. A stored matrix counts as one, query, key and value
+together. Not torch's Adafactor, which would take the root mean squares of a part for those of the whole: row sums are
+completed over the tensor axis where columns are cut, column sums over shards and where rows are cut, norms over both.
 """
 
 import math
@@ -25,10 +21,8 @@ CLIP = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor over groups of parameters.
-
-    State per parameter: `step`; of a matrix part (r, c) `row_square` (r, 1) and `column_square` (1, c), of a
-    vector `square`.
+    """State per parameter: `step`; of a matrix part (r, c) `row_square` (r, 1) and `column_square` (1, c), of a vector
+    `square`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], whole: WholeParameters, *, lr: float) -> None:
@@ -78,11 +72,8 @@ class Adafactor(torch.optim.Optimizer):
             gradient.mul_(state[name].lerp_(square, 1 - decay).rsqrt())
 
     def _squared_norms(self, part: LocalShard) -> Tensor:
-        """(3,): squares of the gradient as it is now and of the weight, and the sum of the row means over the
-        part.
-
-        A row's mean is whole on each process that has columns of it, which is why it is divided by their
-        number: over all parts of the matrix the rows then count once.
+        """(3,): squares of the gradient as it is now and of the weight, and the sum of the row means over the part,
+        by its share of their columns: over all parts of the matrix each row counts once.
         """
         parameter = part.value
         if not parameter.numel() or parameter.grad is None:
@@ -110,7 +101,7 @@ def _squares(part: LocalShard, dim: int) -> Tensor:
 
 
 def _move(part: LocalShard, found: Tensor, group: dict[str, Any]) -> None:
-    """Apply the direction: no host read, the factors stay on the device."""
+    """Apply the direction; the factors stay on the device."""
     parameter, direction = part.value, part.value.grad
     assert direction is not None
     count = math.prod(part.spec.shape)

@@ -2,9 +2,8 @@
 
 You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020,
 arXiv:1904.00962v5), algorithm 2, with bias correction and the identity for phi: no clamp on the ratio unless
-`max_trust_ratio` is given. As in the authors' BERT code, biases and norm scales (all vectors) have neither
-weight decay nor a ratio; unlike AdamW here, tables have both. The query, key and value matrices that
-attention stores as one have three ratios: the published rates were found with three tensors.
+`max_trust_ratio` is given. As in the authors' BERT code, vectors have neither weight decay nor a ratio; unlike AdamW
+here, tables have both. The query, key and value matrices that attention stores as one have three ratios.
 
 Bytes per parameter and step in fp32: weight, gradient, mean and square are read and the last three written
 (28), then weight and direction are read and the weight is written (12): 40, where fused AdamW moves 28. The
@@ -88,11 +87,8 @@ class Lamb(torch.optim.Optimizer):
     def _directions(
         self, round_: list[Slice], group: dict[str, Any], squares: dict[int, list[Tensor]]
     ) -> None:
-        """Turn gradients into minus the direction, r + decay x w, and note the squares of its norm and of the
-        weight's.
-
-        torch's fused Adam, let loose on zeros with a rate of 1, leaves minus m / (sqrt(v) + epsilon) there:
-        one pass over gradient, mean and square on every device.
+        """Turn gradients into minus the direction, r + decay x w, and note the squares of its norm and of the weight's.
+        torch's fused Adam, let loose on zeros with a rate of 1, leaves minus m / (sqrt(v) + epsilon) there.
         """
         index, weights, gradients, means, variances, steps = (list(column) for column in zip(*round_))
         sizes = [weight.numel() for weight in weights]
@@ -139,9 +135,7 @@ class Lamb(torch.optim.Optimizer):
         return found
 
     def _by_rows(self, part: LocalShard) -> Tensor:
-        """Squared norms (matrices, 2) of the parts of the matrices that a weight holds; zeros where it holds
-        nothing.
-        """
+        """Squared norms (matrices, 2) of the parts of the matrices that a weight holds, if any."""
         count, _ = self.interleaved(part.name)
         weight, gradient = part.value.detach(), part.value.grad
         sums = torch.zeros(count, 2, dtype=torch.float64, device=weight.device)
@@ -160,9 +154,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _move(weights: list[Tensor], directions: list[Tensor], ratios: list[Tensor], rate: float) -> None:
-    """Add rate x ratio x direction. Nothing is read back from a GPU; a CPU's kernel is twice as fast with a
-    plain number.
-    """
+    """Add rate x ratio x direction. A CPU's kernel is twice as fast with a plain number."""
     if weights[0].device.type != "cpu":
         torch._foreach_addcmul_(weights, directions, ratios, value=rate)
         return
@@ -174,7 +166,6 @@ def _move(weights: list[Tensor], directions: list[Tensor], ratios: list[Tensor],
 
 
 def _rounds(slices: Iterator[Slice], device: str) -> Iterator[list[Slice]]:
-    """Slices together, so that each round has about as many elements."""
     limit, filled = ROUND.get(device, ROUND["cuda"]), 0
     gathered: list[Slice] = []
     for piece in slices:

@@ -1,8 +1,7 @@
 """Muon for the matrices of the blocks, AdamW for the rest (Jordan et al. 2024).
 
-Muon needs whole matrices. Where a layout cuts them, each is put together on one process of those that hold its
-parts, which orthogonalises it alone and sends the parts of the result back: as many matrices at once as there are
-processes, so none holds more than one whole matrix, and a number travels twice, in the dtype of the products.
+Where a layout cuts a matrix, it is put together on one process of those that hold its parts, which orthogonalises it
+and sends the parts of the result back: as many matrices at once as there are processes, in the dtype of the products.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +16,16 @@ from ..parallel.mesh import ALONE, Axis
 from ..shards import LocalShard, WholeParameters
 
 ITERATIONS = 5
-# The quintic of Jordan et al. 2024 ("Muon"): singular values go fast to about 1 (0.7 to 1.2), and need not
-# get nearer
+# of Jordan et al. 2024 ("Muon"): singular values go fast to about 1 (0.7 to 1.2), and need not get nearer
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Groups with `interleaved` move by Muon (Jordan et al. 2024), the others by AdamW.
+    """Groups with `interleaved` move by Muon, the others by AdamW.
 
-    Muon replaces the momentum M = U S V' of a matrix by about U V', so that every direction moves alike: a
-    mean of gradients with decay beta1 and Nesterov's look ahead, Newton-Schulz iterations, a step of
-    sqrt(max(1, rows / columns)) x lr. Query, key and value are three matrices although they are stored as
-    one: `interleaved` says how a weight of that name is made up. All matrices of one shape that are whole are
+    Muon replaces the momentum M = U S V' of a matrix by about U V': a mean of gradients with decay beta1 and
+    Nesterov's look ahead, Newton-Schulz iterations, a step of sqrt(max(1, rows / columns)) x lr. `interleaved` says
+    of which matrices (query, key, value) a weight of that name is made up. All whole matrices of one shape are
     orthogonalised together, in `dtype` (None: the parameters').
     """
 
@@ -72,9 +69,7 @@ class MuonAdamW(torch.optim.AdamW):
     def _spread(
         self, cut: Sequence[LocalShard], aheads: dict[Tensor, Tensor]
     ) -> Iterator[tuple[LocalShard, Tensor]]:
-        """For every part of a cut matrix its part of the direction. Collective: a process that holds nothing of a
-        matrix takes part.
-        """
+        """For every part of a cut matrix its part of the direction. Collective, also for who holds nothing of it."""
         alike: dict[Any, list[LocalShard]] = {}
         for part in cut:
             alike.setdefault((part.spec.shape, self.interleaved(part.name), part.cut), []).append(part)
@@ -173,11 +168,7 @@ def _parts(weight: Tensor, count: int, rows: int) -> list[Tensor]:
 
 
 def orthogonalise(matrices_NRC: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C, computed in `dtype`.
-
-    bf16 is exact enough, since the quintic leaves singular values between 0.7 and 1.2 anyway, and five times
-    as fast where it is computed natively.
-    """
+    """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C, computed in `dtype`: bf16 is exact enough."""
     a, b, c = QUINTIC
     x = (matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(ITERATIONS):

@@ -20,14 +20,14 @@ sends fp32 shards up in every forward and backward.
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..shards import LocalShard, local_part, make_master, whole_shard
+from ..shards import LocalShard, local_part, make_master
 
 # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 IN_FLIGHT_BYTES = 2**30
@@ -69,7 +69,7 @@ class HostSide:
 
 
 class HostOffload:
-    """The host's side of a model's weights, whose masters become the values of `shards` (default: the whole model).
+    """The host's side of a model's weights, whose masters become the values of the shards.
 
     One worker thread does all work on host tensors; `wait` before reading them. Forward hooks wait for the weights.
     Gradients leave in `micro_batches` backward passes of a step, in all while `leaving`; those of the names in `late`
@@ -77,14 +77,8 @@ class HostOffload:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        micro_batches: int = 1,
-        shards: Sequence[LocalShard] | None = None,
-        late: Collection[str] = (),
+        self, model: nn.Module, micro_batches: int, shards: Sequence[LocalShard], late: Collection[str] = ()
     ) -> None:
-        if shards is None:
-            shards = [whole_shard(*named) for named in model.named_parameters()]
         self.leaving, self.micro_batches = True, micro_batches
         self.device = shards[0].computed.device
         cuda = self.device.type == "cuda"
@@ -124,11 +118,6 @@ class HostOffload:
             for side, part in zip(unit.sides, room[: sum(numbers)].split(numbers)):
                 side.scratch = part.view_as(side.master)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and masters, fp32 (fp64 of an fp64 model) on the host: what an optimizer moves."""
-        self.wait()
-        return ((side.name, side.master) for side in self.sides)
-
     def _leave(self, side: HostSide, parameter: nn.Parameter) -> None:
         if self.leaving:
             gradient, parameter.grad = parameter.grad, None
@@ -159,13 +148,10 @@ class HostOffload:
                 side.staging.copy_(gradient, non_blocking=True)
                 gradient.record_stream(self._down)
                 copied = self._down.record_event()
-            self._limit_flying(copied, gradient.nbytes)
+            self._flying.append((copied, gradient.nbytes))
+            while len(self._flying) > 1 and sum(nbytes for _, nbytes in self._flying) > IN_FLIGHT_BYTES:
+                self._flying.popleft()[0].synchronize()
         side.arrival = self._worker.submit(self._receive, side, copied, side.received)
-
-    def _limit_flying(self, copied: torch.cuda.Event, size: int) -> None:
-        self._flying.append((copied, size))
-        while len(self._flying) > 1 and sum(nbytes for _, nbytes in self._flying) > IN_FLIGHT_BYTES:
-            self._flying.popleft()[0].synchronize()
 
     @torch.no_grad()
     def _receive(self, side: HostSide, copied: torch.cuda.Event | None, count: int) -> None:
@@ -253,11 +239,6 @@ class HostOffload:
             self._send_up(unit)
         if self._up is not None:
             torch.cuda.synchronize(self.device)
-
-    def close(self) -> None:
-        """Finish what is under way and end the worker."""
-        self.wait()
-        self._worker.shutdown(wait=True)
 
 
 def _block_of(name: str) -> str:

@@ -163,15 +163,11 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[set[int]]:
     """The cores of each memory node that this process may use (Linux); nodes without any are left out."""
     if not hasattr(os, "sched_getaffinity"):
         return []
-    usable = os.sched_getaffinity(0)
-    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
-    return [cores for file in lists if (cores := _cores(file.read_text()) & usable)]
-
-
-def _cores(text: str) -> set[int]:
-    """`0-3,8` as a set."""
-    spans = [part.split("-") for part in text.strip().split(",") if part]
-    return {core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)}
+    nodes = []
+    for file in sorted(root.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:])):
+        spans = [part.split("-") for part in file.read_text().strip().split(",") if part]  # 0-3,8
+        nodes.append({core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)})
+    return [usable for cores in nodes if (usable := cores & os.sched_getaffinity(0))]
 
 
 def near_cores(nodes: list[set[int]], rank: int, processes: int) -> set[int] | None:

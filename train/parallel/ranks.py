@@ -105,7 +105,13 @@ class Ranks:
         """
         self._turns += 1
         if not self.leads:
-            return self._hear()
+            answer, exit_code = _read(f"turn/{self._turns}")
+            _store().add(f"heard/{self._turns}", 1)
+            if exit_code == UNFORESEEN:
+                raise Lost("the first process of the run has failed", fix="its message says why")
+            if exit_code is not None:
+                raise SystemExit(exit_code)
+            return answer
         answer, exit_code = None, None
         try:
             answer = decide()
@@ -127,15 +133,6 @@ class Ranks:
             return [value, *(_read(f"given/{self._turns}/{rank}") for rank in range(1, self.mesh.world.size))]
         _store().set(f"given/{self._turns}/{self.mesh.rank}", pickle.dumps(value))  # type: ignore[arg-type]
         return []
-
-    def _hear(self) -> Any:
-        answer, exit_code = _read(f"turn/{self._turns}")
-        _store().add(f"heard/{self._turns}", 1)
-        if exit_code == UNFORESEEN:
-            raise Lost("the first process of the run has failed", fix="its message says why")
-        if exit_code is not None:
-            raise SystemExit(exit_code)
-        return answer
 
     def _until_heard(self) -> None:
         """Before the first process ends, and the store with it."""
