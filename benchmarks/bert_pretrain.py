@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Claim, claim, finish, paired, parser
-from throughline.core.allocator import keep_freed_memory
+from throughline.core.hardware import keep_freed_memory
 from throughline.core.recipe import build_recipe
 from throughline.models.config import ModelConfig
 from throughline.models.presets import preset

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from common import Claim, finish, parser, throughline
-from throughline.core.allocator import keep_freed_memory
 from throughline.core.files import write_atomic
+from throughline.core.hardware import keep_freed_memory
 from throughline.core.recipe import build_recipe
 from throughline.train.build import RunPlan, build_trainer, plan_run, training_rows, validation_rows
 from throughline.train.engine import Engine

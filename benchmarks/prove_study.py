@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from common import claim, finish, machine_facts, parser
 from own_cases import CASES, STORES, Case
-from throughline.core.allocator import peak_bytes
+from throughline.core.hardware import peak_bytes
 from throughline.core.recipe import load_recipe
 from throughline.models.config import ModelConfig
 from throughline.prove.own import GOALS, own_validation, prediction_digest, read_predictions

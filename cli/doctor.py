@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core import console, hardware
-from ..core.version import version
+from ..core.artifact import version
 from .common import throughline_command
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from ..core.artifact import version
 from ..core.errors import did_you_mean
-from ..core.version import version
 
 # verb -> (file in cli/, one-line help); the help stands here so that listing the verbs imports nothing
 VERBS = {

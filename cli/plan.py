@@ -1,7 +1,7 @@
 """`throughline plan`: what fits, which layout is best, how long it takes and what it costs, before it is paid for."""
 
-import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,7 @@ def checkpoint(
     """
     search, recipe = make_search(gpus, options)
     run = make_run(options, recipe, tokens=1e12)
-    run = dataclasses.replace(
-        run, save_s=save_seconds or 0.0, restart_s=restart_seconds, repair_days=repair_days
-    )
+    run = replace(run, save_s=save_seconds or 0.0, restart_s=restart_seconds, repair_days=repair_days)
     console.result(*checkpoint_facts(search, fitting(search).best[0], run, bool(options["target_tokens"])))
 
 

@@ -14,20 +14,18 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .errors import Refused, WrongUse
 from .files import read_json, sha256_file, sha256_json, sync, walk_files, written_aside
-from .version import version
 
 FORMAT_VERSION = 1
 CHECK_BYTES = 4 << 30  # of foreign inputs that are hashed to see whether they are the same: three seconds
 MANIFEST = "manifest.json"
-OPEN = (
-    "chat_template.jinja",
-    "generation_config.json",
-)  # settings, which whoever has a model may change or add
+# settings, which whoever has a model may change or add
+OPEN = ("chat_template.jinja", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,8 @@ class Manifest:
         under `made`, which say how it was made (by which encoder, from which plan).
         """
         facts = {key: value for key, value in self.facts.items() if key != "made"}
-        return sha256_json(
-            {"kind": self.kind, "files": [asdict(file) for file in self.files], "facts": facts}
-        )
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        files = [asdict(file) for file in self.files]
+        return sha256_json({"kind": self.kind, "files": files, "facts": facts})
 
 
 @dataclass
@@ -108,28 +102,17 @@ def create_artifact(
     with written_aside(path) as staging:
         draft = Draft(staging, inputs=list(inputs))
         yield draft
-        seal(staging, kind, draft.inputs, recipe_hash, draft.facts, draft.known)
+        seal(draft, kind, recipe_hash)
         check_free(path, overwrite)
 
 
 def seal(
-    directory: Path,
-    kind: str,
-    inputs: Sequence[Input],
-    recipe_hash: str | None,
-    facts: dict[str, Any],
-    known: dict[str, str] | None = None,
-    *,
-    leave_out: Sequence[str] = (),
+    draft: Draft, kind: str, recipe_hash: str | None = None, *, leave_out: Sequence[str] = ()
 ) -> Manifest:
-    """Hash and flush every file of `directory`, those in OPEN or called `leave_out` excepted, and write its manifest
+    """Hash and flush every file of the draft, those in OPEN or called `leave_out` excepted, and write its manifest
     last.
-
-    `known` holds the sha256 of files that were hashed and flushed when they were written: they are not read
-    again.
     """
-    known = known or {}
-    records = []
+    directory, known, records = draft.path, draft.known, []
     for file in walk_files(directory):
         name = file.relative_to(directory).as_posix()
         if name in known:
@@ -145,12 +128,12 @@ def seal(
         command_line(),
         recipe_hash,
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        tuple(inputs),
+        tuple(draft.inputs),
         tuple(records),
-        json.loads(json.dumps(facts)),
+        json.loads(json.dumps(draft.facts)),
     )
     aside = directory / f".{MANIFEST}.tmp"
-    aside.write_text(manifest.to_json())
+    aside.write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n")
     sync(aside)
     os.replace(aside, directory / MANIFEST)
     sync(directory)
@@ -158,40 +141,50 @@ def seal(
 
 
 def check_free(path: Path | str, overwrite: bool | None = None) -> None:
-    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full
-    name.
-
-    `overwrite` is None where there is no --overwrite.
+    """Refuse an output path that is taken, before the work, so that hours are not lost. `overwrite` is None where there
+    is no --overwrite.
     """
     path = Path(path)
     if path.is_dir() and ((here := path.samefile(".")) or os.path.ismount(path)):
         why = f"it is {'the current directory' if here else 'a mount point'}, and an output is renamed into its place"
-        raise WrongUse(
-            "the output cannot be this directory",
-            where=path,
-            why=why,
-            fix=f"a new one in it: {path / 'NAME'}",
-        )
+        fix = f"a new one in it: {path / 'NAME'}"
+        raise WrongUse("the output cannot be this directory", where=path, why=why, fix=fix)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
         fix = "choose another --out" + (", or pass --overwrite to replace it" if overwrite is False else "")
         raise WrongUse("the output already exists", where=path, fix=fix)
     if not (path / MANIFEST).is_file():
-        raise WrongUse(
-            "the output exists and is no artifact",
-            where=path,
-            why="--overwrite replaces only directories that Throughline wrote",
-            fix="choose another --out or remove it yourself",
-        )
+        why = "--overwrite replaces only directories that Throughline wrote"
+        fix = "choose another --out or remove it yourself"
+        raise WrongUse("the output exists and is no artifact", where=path, why=why, fix=fix)
+
+
+def version() -> str:
+    """The installed version, or "0+source" when run from a checkout that was never installed."""
+    try:
+        return metadata.version("throughline")
+    except metadata.PackageNotFoundError:
+        return "0+source"
+
+
+def programs(*packages: str) -> list[str]:
+    """This program and the libraries that compute, each with its version: "torch 2.13.0"."""
+    found = [f"throughline {version()}"]
+    for package in packages:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(package)
+    return found
 
 
 def command_line() -> str:
     """The command that is running, as a person would type it."""
     program = Path(sys.argv[0] if sys.argv else "")
-    name = (
-        "throughline" if program.parts[-2:] == ("cli", "main.py") else program.name or "python"
-    )  # python -m throughline.cli.main
+    name = program.name or "python"
+    if program.parts[-2:] == ("cli", "main.py"):  # python -m throughline.cli.main
+        name = "throughline"
     return shlex.join([name, *sys.argv[1:]])
 
 
@@ -204,23 +197,16 @@ def read_manifest(path: Path | str, *kinds: str) -> Manifest:
     """The manifest of the artifact at `path`. Raises WrongUse when there is none or it is of another kind."""
     path = Path(path)
     if not path.exists():
-        raise WrongUse(
-            "no such path", where=path, fix="check the spelling; `ls` the directory that should hold it"
-        )
+        fix = "check the spelling; `ls` the directory that should hold it"
+        raise WrongUse("no such path", where=path, fix=fix)
     if not is_artifact(path):
-        raise WrongUse(
-            "not a Throughline artifact",
-            where=path,
-            why="it has no manifest.json, so it is foreign, unfinished or not an output",
-            fix="give the directory that a throughline command wrote",
-        )
+        why = "it has no manifest.json, so it is foreign, unfinished or not an output"
+        fix = "give the directory that a throughline command wrote"
+        raise WrongUse("not a Throughline artifact", where=path, why=why, fix=fix)
     manifest = _parse(path / MANIFEST)
     if kinds and manifest.kind not in kinds:
-        raise WrongUse(
-            f"expected {' or '.join(kinds)}, found {manifest.kind}",
-            where=path,
-            fix=f"give a {kinds[0]} directory",
-        )
+        what = f"expected {' or '.join(kinds)}, found {manifest.kind}"
+        raise WrongUse(what, where=path, fix=f"give a {kinds[0]} directory")
     return manifest
 
 
@@ -229,18 +215,15 @@ def _parse(file: Path) -> Manifest:
     try:
         newest = int(raw["format_version"])
         if newest > FORMAT_VERSION:
-            raise Refused(
-                f"written in format {newest}, newer than this program reads ({FORMAT_VERSION})",
-                where=file,
-                fix=f"install throughline {raw.get('throughline_version', '')} or later",
-            )
+            what = f"written in format {newest}, newer than this program reads ({FORMAT_VERSION})"
+            fix = f"install throughline {raw.get('throughline_version', '')} or later"
+            raise Refused(what, where=file, fix=fix)
         raw["inputs"] = tuple(Input(**item) for item in raw["inputs"])
         raw["files"] = tuple(FileRecord(**item) for item in raw["files"])
         return Manifest(**raw)
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused(
-            "damaged manifest", where=file, why=str(error), fix="restore it or make the artifact again"
-        ) from error
+        fix = "restore it or make the artifact again"
+        raise Refused("damaged manifest", where=file, why=str(error), fix=fix) from error
 
 
 def verify_artifact(
@@ -260,9 +243,9 @@ def verify_artifact(
             what = "is missing"
         elif (size := file.stat().st_size) != record.bytes:
             what, why = "has the wrong size", f"{size:,} bytes, the manifest says {record.bytes:,}"
-        elif (
-            not sizes_only and record.name not in read_back and (found := sha256_file(file)) != record.sha256
-        ):
+        elif sizes_only or record.name in read_back:
+            continue
+        elif (found := sha256_file(file)) != record.sha256:
             what, why = "is damaged", f"sha256 {found[:16]}…, the manifest says {record.sha256[:16]}…"
         if what:
             fix = "copy it again from a good place, or make the artifact again with: " + manifest.command

@@ -58,20 +58,15 @@ def stream(text: str) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Aligned lines of a table; numbers to the right."""
-    cells = [[cell(value) for value in row] for row in rows]
-    widths = [
-        max(len(str(h)), *(len(row[i]) for row in cells)) if cells else len(str(h))
-        for i, h in enumerate(header)
+    columns = list(zip(*rows)) or [("",)] * len(header)
+    right = [all(value is None or isinstance(value, int | float) for value in each) for each in columns]
+    lines = [[str(name) for name in header], *([cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return [
+        "  ".join(text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right)).rstrip()
+        for line in lines
     ]
-    right = [
-        all(isinstance(row[i], int | float) or row[i] is None for row in rows) and bool(rows)
-        for i in range(len(header))
-    ]
-
-    def line(values: Sequence[str]) -> str:
-        return "  ".join(v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right)).rstrip()
-
-    return [line([str(h) for h in header]), line(["-" * w for w in widths]), *(line(row) for row in cells)]
 
 
 def cell(value: Any) -> str:

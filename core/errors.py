@@ -18,10 +18,8 @@ EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the file in which the first process of a 
 
 
 class ThroughlineError(Exception):
-    """Root of every error a user can meet.
-
-    `what` happened in one line, `where` (a path, a file:line, a field), `why` (with the numbers), `fix` (what
-    to do).
+    """Root of every error a user can meet: `what` happened in one line, `where` (a path, a file:line, a field), `why`
+    (with the numbers), `fix` (what to do).
     """
 
     exit_code = EXIT_FAILED
@@ -41,13 +39,8 @@ class ThroughlineError(Exception):
 
     def as_dict(self) -> dict[str, object]:
         """The error for `--json`."""
-        return {
-            "error": self.what,
-            "where": self.where,
-            "why": self.why,
-            "fix": self.fix,
-            "exit_code": self.exit_code,
-        }
+        said = {name: getattr(self, name) for name in ("where", "why", "fix", "exit_code")}
+        return {"error": self.what} | said
 
     def __reduce__(self) -> tuple:  # past __init__, whose parts are keywords: they are in the __dict__
         return type(self).__new__, (type(self), *self.args), self.__dict__
@@ -69,12 +62,8 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", limit: in
 
 def download_hint(path: Path) -> str:
     """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
-    if (
-        path.is_absolute()
-        or len(path.parts) > 2
-        or path.suffix in (".pt", ".gguf", ".onnx")
-        or path.parts[0] == "runs"
-    ):
+    ours = path.parts[0] == "runs" or path.suffix in (".pt", ".gguf", ".onnx")
+    if ours or path.is_absolute() or len(path.parts) > 2:
         return ""
     return f"; a model of the hub is downloaded first: hf download {path} --local-dir {path.name}"
 
@@ -93,10 +82,9 @@ class MissingExtra(WrongUse):
     """An optional package is not installed (exit 2)."""
 
     def __init__(self, package: str, needed_for: str, install: str) -> None:
-        fix = f"pip install {install}" + " (an extra: docs/extras.md has the command for a clone)" * (
-            "[" in install
-        )
-        super().__init__(f"{needed_for} needs the package {package}, which is not installed", fix=fix)
+        clone = " (an extra: docs/extras.md has the command for a clone)" if "[" in install else ""
+        what = f"{needed_for} needs the package {package}, which is not installed"
+        super().__init__(what, fix=f"pip install {install}{clone}")
 
 
 def extra(module: str, needed_for: str, name: str) -> Any:

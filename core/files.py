@@ -15,16 +15,25 @@ from typing import Any
 
 from .errors import Failed, Refused, WrongUse
 
-HASH_CHUNK_BYTES = 1 << 20
+WRONG_NAMES = {
+    errno.EEXIST: "something else has that name",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.ENAMETOOLONG: "the name is too long",
+}
+NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EPERM: "not permitted there",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "the file-size limit is reached",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "no permission to write there",
+}
 
 
 def sha256_file(path: Path | str) -> str:
-    """Hex sha256 of a file's bytes, read in 1 MiB pieces (about 1.5 GB/s on one core with SHA instructions)."""
-    digest = hashlib.sha256()
+    """Hex sha256 of a file's bytes (about 1.5 GB/s on one core with SHA instructions)."""
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_json(value: Any) -> str:
@@ -41,12 +50,15 @@ def sync(path: Path | str) -> None:
         os.close(handle)
 
 
+def _beside(path: Path) -> Path:
+    """A new name beside a path; not by the process's number, which two machines may share."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
 def write_atomic(path: Path | str, data: str | bytes) -> None:
     """Write a small file so that readers see the old content or the new. Raises Failed on a full disk."""
     path = Path(path)
-    aside = path.with_name(
-        f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-    )  # not the process's number: two machines may share it
+    aside = _beside(path)
     try:
         with full_disk(path), open(aside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -65,7 +77,7 @@ def written_aside(path: Path | str) -> Iterator[Path]:
     takes the place of `path`; after an error it is removed. Raises Failed on a full disk.
     """
     path = Path(os.path.realpath(path))  # a link stays, what it names is written
-    staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    staging = _beside(path)
     try:
         with full_disk(path):
             staging.mkdir(parents=True)
@@ -93,7 +105,7 @@ def swap_in(staging: Path, path: Path) -> None:
         if not path.exists():
             raise
         if not _exchange(staging, path):
-            old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
+            old = _beside(path).with_suffix(".old.tmp")
             os.rename(path, old)
             try:
                 os.rename(staging, path)
@@ -125,37 +137,16 @@ def full_disk(path: Path | str) -> Iterator[None]:
         yield
     except Exception as error:
         number = _errno(error)
-        if number is None:
-            raise
-        names = {
-            errno.EEXIST: "something else has that name",
-            errno.ENOTDIR: "a part of the path is a file",
-            errno.ENAMETOOLONG: "the name is too long",
-        }
-        if number in names:
-            fix = "choose another directory"
+        if number in WRONG_NAMES:
+            where, why = getattr(error, "filename", None) or path, WRONG_NAMES[number]
             raise WrongUse(
-                "cannot write there",
-                where=getattr(error, "filename", None) or path,
-                why=names[number],
-                fix=fix,
+                "cannot write there", where=where, why=why, fix="choose another directory"
             ) from error
-        reasons = {
-            errno.ENOSPC: "the disk is full",
-            errno.EPERM: "not permitted there",
-            errno.EDQUOT: "the quota is used up",
-            errno.EFBIG: "the file-size limit is reached",
-            errno.EROFS: "the file system is read-only",
-            errno.EACCES: "no permission to write there",
-        }
-        if number not in reasons:
+        if number not in NO_ROOM:
             raise
-        raise Failed(
-            "cannot write",
-            where=path,
-            why=f"{reasons[number]} ({free_text(path)})",
-            fix="free some room or choose another output directory; nothing was left half-written",
-        ) from error
+        why = f"{NO_ROOM[number]} ({free_text(path)})"
+        fix = "free some room or choose another output directory; nothing was left half-written"
+        raise Failed("cannot write", where=path, why=why, fix=fix) from error
 
 
 def _errno(error: Exception) -> int | None:
@@ -185,9 +176,8 @@ def read_json(path: Path | str) -> Any:
     except FileNotFoundError:
         raise WrongUse("no such file", where=path) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(
-            "damaged JSON file", where=path, why=str(error), fix="restore the file or make it again"
-        ) from error
+        fix = "restore the file or make it again"
+        raise Refused("damaged JSON file", where=path, why=str(error), fix=fix) from error
 
 
 def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,9 +198,8 @@ def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator
         except (ValueError, RecursionError) as error:
             raise Failed("this line is no JSON", where=place, why=str(error), fix=fix) from error
         if not isinstance(value, dict):
-            raise Failed(
-                "this line is no JSON object", where=place, why=f"it is {type(value).__name__}", fix=fix
-            )
+            why = f"it is {type(value).__name__}"
+            raise Failed("this line is no JSON object", where=place, why=why, fix=fix)
         yield place, value
 
 

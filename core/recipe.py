@@ -23,9 +23,7 @@ from .files import sha256_json
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, strict (no "3" for 3, no inf), unknown keys refused, docstrings under
-    fields are their help.
-    """
+    """A part of a recipe: frozen, strict (no "3" for 3, no inf), unknown keys refused, field docstrings are help."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -79,12 +77,9 @@ def build_recipe(
     if recipe is not None:
         problems = [problem for rule in rules for problem in rule(recipe)]
     if problems or recipe is None:
-        raise WrongUse(
-            f"{what} has {len(problems)} problem{'s' if len(problems) != 1 else ''}",
-            where=where,
-            why="\n".join(_lines(problems, where, text, overridden)),
-            fix=fix,
-        )
+        counted = f"{what} has {len(problems)} problem{'s' * (len(problems) != 1)}"
+        why = "\n".join(_lines(problems, where, text, overridden))
+        raise WrongUse(counted, where=where, why=why, fix=fix)
     return recipe
 
 
@@ -96,16 +91,14 @@ def find_recipe(source: Path | str) -> Path:
     names = shipped_recipes()
     if path.suffix != ".toml" and str(source) in names:
         return names[str(source)]
-    beside = (
-        [file.name for file in path.parent.glob("*")] if path.suffix else []
-    )  # a text's or a recipe's name
+    # with a suffix it is the name of a text's or a recipe's file
+    beside = [file.name for file in path.parent.glob("*")] if path.suffix else []
     near = did_you_mean(path.name if beside else path.stem, [*names, *beside])
-    raise WrongUse(
-        "no such recipe",
-        where=source,
-        why="neither a file nor a shipped recipe",
-        fix=f"{near} list them with: throughline recipe list".strip(),
+    why, fix = (
+        "neither a file nor a shipped recipe",
+        f"{near} list them with: throughline recipe list".strip(),
     )
+    raise WrongUse("no such recipe", where=source, why=why, fix=fix)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -134,17 +127,12 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
         if inner is not None:
             rows += describe(inner, f"{prefix}{name}.")
             continue
-        kind = re.sub(
-            r"typing\.|<class '|'>|NoneType|\bthroughline[\w.]*\.",
-            lambda m: "None" if m[0] == "NoneType" else "",
-            str(info.annotation),
-        )
-        default = (
-            "required"
-            if info.is_required()
-            else json.dumps(info.get_default(call_default_factory=True), default=str)
-        )
-        rows.append((prefix + name, kind, default, " ".join((info.description or "").split())))
+        kind = re.sub(r"typing\.|<class '|'>|\bthroughline[\w.]*\.", "", str(info.annotation))
+        default = "required"
+        if not info.is_required():
+            default = json.dumps(info.get_default(call_default_factory=True), default=str)
+        note = " ".join((info.description or "").split())
+        rows.append((prefix + name, kind.replace("NoneType", "None"), default, note))
     return rows
 
 
@@ -171,10 +159,8 @@ def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise WrongUse(
-                    f"--set {key}: {parent} is a value, not a section",
-                    fix="see: throughline recipe show NAME",
-                )
+                fix = "see: throughline recipe show NAME"
+                raise WrongUse(f"--set {key}: {parent} is a value, not a section", fix=fix)
         node[last] = value
     return frozenset(keys)
 
@@ -183,9 +169,8 @@ def parse_override(item: str) -> tuple[str, Any]:
     """Key and value of `--set a.b=c`. Raises WrongUse on another form."""
     key, equals, value = item.partition("=")
     if not equals or not key.strip():
-        raise WrongUse(
-            f"--set {item!r} is not of the form section.key=value", fix="for example: --set train.steps=100"
-        )
+        fix = "for example: --set train.steps=100"
+        raise WrongUse(f"--set {item!r} is not of the form section.key=value", fix=fix)
     return key.strip(), _toml_value(value)
 
 
@@ -198,13 +183,10 @@ def _toml_value(text: str) -> Any:
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for option in typing.get_args(annotation):
-            if isinstance(option, type) and issubclass(option, Section):
-                return option
-    return None
+    """The section that a field is, or may be beside other kinds."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(annotation) if union else [annotation]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Problem]:

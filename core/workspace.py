@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from .artifact import Input, Manifest, seal
+from .artifact import Draft, Input, Manifest, seal
 from .errors import Refused, WrongUse
 from .files import full_disk
 
@@ -35,12 +35,12 @@ class Workspace:
         except BlockingIOError:
             owner = os.read(handle, 64).decode(errors="replace").strip()
             os.close(handle)
-            raise WrongUse(
+            what, why = (
                 "another process is working in this directory",
-                where=self.path,
-                why=f"process {owner or 'unknown'} holds its lock",
-                fix="wait for it, stop it, or choose another directory",
-            ) from None
+                f"process {owner or 'unknown'} holds its lock",
+            )
+            fix = "wait for it, stop it, or choose another directory"
+            raise WrongUse(what, where=self.path, why=why, fix=fix) from None
         os.ftruncate(handle, 0)
         os.write(handle, f"{os.getpid()}\n".encode())
         self._lock = handle
@@ -71,7 +71,7 @@ class Workspace:
         """Turn the workspace into an artifact. The lock goes after the manifest is there, so that nobody else
         works in it meanwhile.
         """
-        manifest = seal(self.path, kind, inputs, recipe_hash, facts, leave_out=[LOCK])
+        manifest = seal(Draft(self.path, facts, list(inputs)), kind, recipe_hash, leave_out=[LOCK])
         (self.path / LOCK).unlink(missing_ok=True)
         return manifest
 
@@ -99,6 +99,5 @@ def read_records(file: Path | str) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):  # no newline after it: the writer was killed inside this line
                 return
-            raise Refused(
-                "damaged line", where=f"{file}:{number}", why=str(error), fix="remove that line"
-            ) from error
+            place = f"{file}:{number}"
+            raise Refused("damaged line", where=place, why=str(error), fix="remove that line") from error

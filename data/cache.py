@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.artifact import seal, verify_artifact
+from ..core.artifact import Draft, seal, verify_artifact
 from ..core.console import warn
 from ..core.errors import ThroughlineError
 from ..core.files import sha256_json, written_aside
@@ -49,7 +49,7 @@ def computed_once(
             for arrays in parts:
                 for file, array in zip(files, arrays):
                     file.write(np.ascontiguousarray(array).view(np.uint8).data)
-        seal(folder, "cache", [], None, {"identity": identity})
+        seal(Draft(folder, {"identity": identity}), "cache")
     written = _read(entry, dtypes)
     assert written is not None, f"{entry} changed while it was written"
     return written

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.artifact import programs
 from ..core.backend import CausalBackend, EncoderBackend, Limits, Span, batches
 from ..core.logits import log_sum, on_host
-from ..core.version import programs
 from .tree import Tree
 
 BATCH_TOKENS = 1024

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.version import programs
+from ..core.artifact import programs
 from ..models.bert import BERT
 from ..models.gpt import GPT
 from ..models.layers import Attention, attending

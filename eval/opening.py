@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.allocator import return_freed_memory
 from ..core.artifact import Input, is_artifact
 from ..core.backend import BackendOptions
 from ..core.console import warn
 from ..core.errors import WrongUse
+from ..core.hardware import return_freed_memory
 from ..core.scorer import Scorer
 
 LEAST_SHARE = 0.9  # of a vocabulary: models are padded by some per cent at most

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..core.allocator import return_freed_memory
 from ..core.backend import Limits, batches
 from ..core.errors import Failed
 from ..core.files import sha256_json
+from ..core.hardware import return_freed_memory
 from ..core.scorer import Question, Score, Scored, check_question
 
 RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth

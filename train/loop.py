@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from ..core.allocator import keep_freed_memory
 from ..core.console import amount, duration, progress, say
 from ..core.errors import EXIT_INTERRUPTED, Failed, Stopped
+from ..core.hardware import keep_freed_memory
 from ..core.recipe import recipe_hash
 from ..data.loader import Loader
 from ..data.samples import Dataset

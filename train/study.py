@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ..core.allocator import keep_freed_memory, peak_bytes, restart_peak
-from ..core.hardware import machine
+from ..core.hardware import keep_freed_memory, machine, peak_bytes, restart_peak
 from ..models.config import ModelConfig
 from ..planner.cost import step_seconds
 from ..planner.hardware import FITTED, Cluster, this_machine

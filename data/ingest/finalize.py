@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...core.artifact import Input, seal
+from ...core.artifact import Draft, Input, seal
 from ...core.console import warn
 from ...core.errors import Failed
 from ...core.files import sha256_json, swap_in
@@ -62,7 +62,7 @@ def finalize(
     hashes = {path: digest for record in records for path, digest in record["sources"].items()}
     inputs = tokenizer_records(tokenizer_path)
     inputs += [Input(s.place, "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
-    seal(store, "tokens", inputs, None, facts, {name: file["sha256"] for name, file in files.items()})
+    seal(Draft(store, facts, inputs, {name: file["sha256"] for name, file in files.items()}), "tokens")
     swap_in(store, out)  # what is there is an empty directory, or an artifact that the caller wants replaced
     shutil.rmtree(folder, ignore_errors=True)
     if counts["replaced"]:

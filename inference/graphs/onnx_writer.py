@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ...core.version import version
+from ...core.artifact import version
 
 EXTERNAL_BYTES = 1_800_000_000
 ALIGNMENT = 4096  # external tensors start on pages, so that runtimes can map them

@@ -22,9 +22,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...core.artifact import version
 from ...core.console import warn
 from ...core.errors import ThroughlineError
-from ...core.version import version
 from .accounts import Key, Watch, find_key
 from .api_types import ModelBody
 from .calls import Endpoint, Server, error_body, json_response, post, told, with_body

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ...core.artifact import MANIFEST, Manifest, is_artifact, read_manifest
+from ...core.artifact import MANIFEST, Manifest, is_artifact, read_manifest, version
 from ...core.errors import Refused, WrongUse
 from ...core.files import write_atomic
 from ...core.hardware import machine
 from ...core.recipe import dump_toml, load_recipe
-from ...core.version import version
 from ...core.workspace import Workspace
 from ..build import RunPlan
 from ..corpus import check_inputs
