@@ -101,9 +101,7 @@ class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
 
 
 def find_key(keys: Sequence[Key], authorization: str) -> Key | None:
-    """Whose key a header holds. All are compared, in constant time: the time of an answer tells nothing of how much was
-    right.
-    """
+    """Whose key a header holds. All are compared, in constant time: no time tells how much was right."""
     kind, _, given = authorization.partition(" ")
     digest = hashlib.sha256(given.strip().encode()).digest()
     found = [key for key in keys if hmac.compare_digest(digest, key.digest)]
@@ -157,9 +155,7 @@ class Telemetry:
         self.states = {
             Gauge("throughline_queued", "Answers accepted and not begun.", **by_model): "queued",
             Gauge("throughline_active", "Answers in the making.", **by_model): "active",
-            Gauge(
-                "throughline_restarts_total", "Starts after a death of its process.", **by_model
-            ): "restarts",
+            Gauge("throughline_restarts_total", "Starts of dead processes.", **by_model): "restarts",
             Gauge("throughline_failed_total", "Answers that the model failed to give.", **by_model): "failed",
         }
         # A metric with its labels; remembered, because looking it up costs more than counting.
@@ -212,52 +208,38 @@ class Watch:
     fault: str | None = None  # the name of an error that is ours
     last_s: dict[int, float] = field(default_factory=dict)  # the last token of each answer
 
-    def submitted(self, tokens: int) -> None:
-        """A request's jobs were accepted."""
-        self.prompt_tokens = (self.prompt_tokens or 0) + tokens
-        self._of(self.telemetry.prompt_tokens).inc(tokens)
+    def of(self, metric: Any) -> Any:
+        """A metric of the model that answers."""
+        assert self.model is not None
+        return self.telemetry.of(metric, self.model)
 
     def token(self, answer: int, at_s: float, began_s: float, batch: int, counted: bool) -> None:
         """A step of an answer was made at `at_s`."""
         last_s = self.last_s.get(answer)
         if last_s is None:
-            self._began(began_s, batch)
-            self._of(self.telemetry.first).observe(at_s - self.came_s)
+            self.began(began_s, batch)
+            self.of(self.telemetry.first).observe(at_s - self.came_s)
             self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
         else:
-            self._of(self.telemetry.between).observe(at_s - last_s)
+            self.of(self.telemetry.between).observe(at_s - last_s)
         self.last_s[answer] = at_s
         self.made = (self.made or 0) + counted
-        self._of(self.telemetry.made_tokens).inc(counted)
-
-    def read(self, began_s: float, ended_s: float, batch: int) -> None:
-        """An encoder has answered."""
-        self._began(began_s, batch)
-        self._of(self.telemetry.compute).observe(ended_s - began_s)
+        self.of(self.telemetry.made_tokens).inc(counted)
 
     def finished(self) -> None:
         """All answers of a generation were made."""
         if self.began_s is not None and self.last_s:
-            self._of(self.telemetry.compute).observe(max(self.last_s.values()) - self.began_s)
+            self.of(self.telemetry.compute).observe(max(self.last_s.values()) - self.began_s)
 
-    def cancelled(self, jobs: int) -> None:
-        """Nobody waits for these answers any more."""
-        self._of(self.telemetry.gone).inc(jobs)
-
-    def _began(self, began_s: float, batch: int) -> None:
-        self._of(self.telemetry.batch).observe(batch)
-        self._of(self.telemetry.queue).observe(max(began_s - self.came_s, 0.0))
+    def began(self, began_s: float, batch: int) -> None:
+        """The work on an answer began, with others."""
+        self.of(self.telemetry.batch).observe(batch)
+        self.of(self.telemetry.queue).observe(max(began_s - self.came_s, 0.0))
         self.began_s = began_s if self.began_s is None else min(self.began_s, began_s)
-
-    def _of(self, metric: Any) -> Any:
-        assert self.model is not None
-        return self.telemetry.of(metric, self.model)
 
 
 class Traces:
-    """A span for each request, by the names of OpenTelemetry's conventions; no text. It has an event when work began
-    and one when the first token was made. Raises MissingExtra.
-    """
+    """A span for each request, by the names of OpenTelemetry's conventions; no text. Raises MissingExtra."""
 
     def __init__(self, endpoint: str) -> None:
         def part(name: str) -> Any:
@@ -274,11 +256,7 @@ class Traces:
 
     def note(self, watch: Watch, endpoint: str, status: int, said: dict[str, Any]) -> None:
         """The span of a request that has been answered."""
-        past_ns = time.time_ns() - time.monotonic_ns()
-
-        def at_ns(seconds: float) -> int:
-            return past_ns + int(1e9 * seconds)
-
+        past_s = time.time() - time.monotonic()
         attributes = {
             "http.request.method": said["method"],
             "http.route": endpoint,
@@ -291,8 +269,10 @@ class Traces:
         }
         known = {name: value for name, value in attributes.items() if value is not None}
         name, context = f"{said['method']} {endpoint}", self._context({PARENT: watch.parent})
-        span = self._tracer.start_span(name, context, self._kind, known, start_time=at_ns(watch.came_s))
+        span = self._tracer.start_span(
+            name, context, self._kind, known, start_time=int(1e9 * (past_s + watch.came_s))
+        )
         for event, seconds in (("began", watch.began_s), ("first token", watch.first_s)):
             if seconds is not None:
-                span.add_event(event, timestamp=at_ns(seconds))
+                span.add_event(event, timestamp=int(1e9 * (past_s + seconds)))
         span.end()

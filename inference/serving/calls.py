@@ -103,9 +103,7 @@ class Server:
             self.failure = error if isinstance(error, ThroughlineError) else failed
 
     async def take(self, request: Request) -> bytearray:
-        """The body of a request. Raises HTTPException: 413 when it is too large, 408 when it does not come, 503 when
-        too much is held.
-        """
+        """The body of a request. Raises HTTPException: 413 too large, 408 it does not come, 503 too much is held."""
         limits, watch = self.limits, request.state.watch
         large = HTTPException(413, f"the request body is larger than {limits.body_bytes:,} bytes")
         if int(request.headers.get("content-length", 0)) > limits.body_bytes:
@@ -167,9 +165,7 @@ class Call:
         return await asyncio.get_running_loop().run_in_executor(_beside, work)
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do the work; give it up when the client goes away, whose slots are then free for others, and with a 504
-        after the deadline.
-        """
+        """Do the work; give it up, and its slots, when the client goes away, and with a 504 after the deadline."""
         # The body is read: the next message is that the client left.
         gone = asyncio.ensure_future(self._request.receive())
         try:

@@ -38,9 +38,7 @@ class Source:
 
     @classmethod
     def of(cls, spec: str) -> "Source":
-        """What `[NAME=]PATH[@DEVICE,...]` says; a path's name is its last part. Raises WrongUse for a path that does
-        not exist.
-        """
+        """What `[NAME=]PATH[@DEVICE,...]` says; NAME is else the path's last part. Raises WrongUse without a path."""
         name, path, devices = "", spec, ()
         if not Path(spec).exists():
             if found := DEVICES.fullmatch(spec):
@@ -167,9 +165,7 @@ class Catalogue:
             self._begin(self._keep_newest(source, model))
 
     async def _keep_newest(self, source: Source, model: ServedModel) -> None:
-        """Put the newest checkpoint of a run in the place of the one that is served, until it is unloaded. One that
-        cannot be opened is passed over.
-        """
+        """Serve each newer checkpoint of a run until it is unloaded; what cannot be opened is passed over."""
         tried = model.checkpoint
         while True:
             await asyncio.sleep(LOOK_S)

@@ -170,9 +170,7 @@ class Inbox:
 
 
 class Messages(asyncio.Protocol):
-    """The HTTP process's end of the socket: hands on each message when it is whole, and says when the other side
-    has ended.
-    """
+    """The HTTP process's end: hands on each message when it is whole, and says when the other side has ended."""
 
     def __init__(self, take: Callable[[Message], None], ended: Callable[[], None]) -> None:
         self._take, self._ended, self._parts = take, ended, Parts()

@@ -52,9 +52,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
-        """The template beside a tokenizer, whose answers end where the model's defaults of generation say, too; None
-        when there is none.
-        """
+        """The template beside a tokenizer, None without one; answers end where the model's defaults say, too."""
         config: dict[str, Any] = {}
         if (directory / CONFIG).is_file():
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))

@@ -168,9 +168,7 @@ class Answers:
     async def events(
         self, first: tuple[int, TextDelta | None], deltas: Deltas
     ) -> AsyncGenerator[dict[str, Any] | None, None]:
-        """One body per delta, None where nothing has come for a while, then one with the usage when it was asked for;
-        closing this closes the deltas.
-        """
+        """A body per delta (None: nothing has come for a while), then the usage if asked; closes the deltas."""
         head = {**self._head, "object": self.chunk_kind}
         async with aclosing(deltas):
             for choice in self._openings():
@@ -206,9 +204,7 @@ class Answers:
         }
 
     def _by_text(self, token: Token) -> dict[str, float] | None:
-        """The most probable tokens by text; parts of characters look alike, the most probable one keeps the
-        name. None for the first token of a prompt, which nothing predicts.
-        """
+        """The most probable tokens by text, the best of those that look alike; None where nothing predicts."""
         if token.logprob is None:
             return None
         values: dict[str, float] = {}

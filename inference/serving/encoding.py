@@ -28,9 +28,7 @@ _lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before
 
 
 class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
-    """One text for an encoder: its ids with special tokens, the positions whose MLM logits are asked for, and what
-    the server sends back.
-    """
+    """One text for an encoder: its ids with special tokens, and what is asked of it."""
 
     ids: np.ndarray  # (S,)
     ask: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.int64))  # (N,)
@@ -44,7 +42,6 @@ class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
 
     @property
     def cost(self) -> int:
-        """Tokens that it reads."""
         return len(self.ids)
 
 
@@ -60,29 +57,21 @@ class Reader:
         """The ids of a text, or ids as they are. Raises WrongUse for more than the context takes; what cannot fit is
         not tokenised, which takes most of a second for a megabyte. `truncate`: the beginning of more is enough.
         """
-        if isinstance(text, str) and not truncate:
-            self.check_characters(text, where)
-        ids = (
-            self.tokenizer.encode(text[: TOKEN_CHARACTERS * self.context]) if isinstance(text, str) else text
-        )
+        ids: Any = text
+        if isinstance(text, str):
+            if not truncate:
+                self.check_characters(text, where)
+            ids = self.tokenizer.encode(text[: TOKEN_CHARACTERS * self.context])
         if len(ids) > self.context and not truncate:
-            raise self._longer(f"{len(ids)} tokens > {self.context}", where)
+            raise longer(f"{len(ids)} tokens > {self.context}", where)
         return ids
 
     def check_characters(self, text: str, where: str) -> None:
         """Refuse a text that no tokenizer could bring into the context."""
         if len(text) > TOKEN_CHARACTERS * self.context:
-            raise self._longer(f"{len(text):,} characters for {self.context:,} tokens", where)
+            raise longer(f"{len(text):,} characters for {self.context:,} tokens", where)
 
-    @staticmethod
-    def _longer(why: str, where: str) -> WrongUse:
-        return WrongUse(
-            "the text is longer than the model's context", where=where, why=why, fix="split the text"
-        )
-
-    def frame(
-        self, texts: Mapping[str, str | Sequence[int]], truncate: bool = False, **asked: Any
-    ) -> Encoding:
+    def frame(self, texts: Mapping[str, str | list[int]], truncate: bool = False, **asked: Any) -> Encoding:
         """[CLS] text [SEP], and with a second one text [SEP]; each has the name that errors give it, and may be
         ids. `truncate`: of each text as much as fits behind the others. `asked`: the fields of `Encoding`.
 
@@ -101,14 +90,11 @@ class Reader:
             if len(ends) < len(texts):
                 ids += behind * (self.tokenizer.separators - 1)
         if len(ids) > self.context:
-            raise self._longer(f"{len(ids)} tokens with the special ones > {self.context}", where)
-        first = ends[0] if len(ends) > 1 else None
-        return Encoding(np.array(ids, np.int64), first_tokens=first, **asked)
+            raise longer(f"{len(ids)} tokens with the special ones > {self.context}", where)
+        return Encoding(np.array(ids, np.int64), first_tokens=ends[0] if len(ends) > 1 else None, **asked)
 
     def chunks(self, text: str, prompt: str = "") -> list[str]:
-        """The text in pieces that fit behind the prompt, cut between words; each begins with the end of the one before,
-        an eighth of it. A text that fits is one piece.
-        """
+        """The text in pieces that fit behind the prompt, cut between words, an eighth of each in the next one."""
         words = re.findall(r"\S{1,8}\s*", text) or [text]  # of a script without spaces some letters
         room = self.context - 2 - len(self.tokenizer.encode(prompt))
         ends = np.cumsum(self.tokenizer.encode_batch(words)[1])
@@ -121,22 +107,24 @@ class Reader:
         return pieces
 
     def masked(self, text: str, top_k: int) -> Encoding:
-        """A text in which the mask token's name stands for missing words, to be filled with the `top_k` most
-        probable. Raises WrongUse when the tokenizer has no mask or the text none.
-        """
+        """A text whose mask tokens are to be filled with the `top_k` most probable. Raises WrongUse without one."""
         mask_id = self.tokenizer.mask_id
         if mask_id is None:
             raise WrongUse("this model's tokenizer has no mask token", where="input")
         name = self.tokenizer.decode([mask_id])
-        first, *others = text.split(name)
-        if not others:
+        if name not in text:
             fix = f"write {name} where a word is missing"
             raise WrongUse("there is no mask in the text", where="input", fix=fix)
-        ids = [*self.encode(first, "input")]
-        for part in others:
+        ids: list[int] = []
+        for part in text.split(name):
             ids += [mask_id, *self.encode(part, "input")]
-        framed = self.frame({"input": ids}).ids
+        framed = self.frame({"input": ids[1:]}).ids
         return Encoding(framed, np.flatnonzero(framed == mask_id), top_k=top_k)
+
+
+def longer(why: str, where: str) -> WrongUse:
+    """What is said of a text that the model cannot read whole."""
+    return WrongUse("the text is longer than the model's context", where=where, why=why, fix="split the text")
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:
@@ -192,19 +180,16 @@ def _encode_part(
     firsts_B1 = np.array([[text.first_tokens or len(text.ids)] for text in texts])
     types_BS = (mask_BS & (np.arange(ids_BS.shape[1]) >= firsts_B1)).astype(np.int64)
     want = {"logits" if name == "class_logits" else name for text in texts for name in text.want}
-    if any(len(text.ask) for text in texts):
+    if ask_BN.size:
         want.add("mlm_logits")
-    outputs = backend.forward(ids_BS, types_BS, mask_BS, ask_BN, want or None)
-    kept = {"sentence_embedding", "cls_embedding"}.intersection(outputs)
-    found: dict[str, np.ndarray] = {name: outputs[name] for name in kept}
-    if "cls_embedding" not in found and "last_hidden_state" in outputs:
-        found["cls_embedding"] = outputs["last_hidden_state"][:, 0]
-    if "logits" in outputs:
-        found["class_logits"] = outputs["logits"]
+    found = dict(backend.forward(ids_BS, types_BS, mask_BS, ask_BN, want or None))
+    if "last_hidden_state" in found:
+        found.setdefault("cls_embedding", found.pop("last_hidden_state")[:, 0])
+    if "logits" in found:
+        found["class_logits"] = found.pop("logits")
     answers = [{name: values[row] for name, values in found.items()} for row in range(len(texts))]
-    if "mlm_logits" in outputs:
-        for row, text in enumerate(texts):
-            answers[row]["mlm_logits"] = outputs["mlm_logits"][row, : len(text.ask)]
+    for answer, text in zip(answers, texts) if "mlm_logits" in found else ():
+        answer["mlm_logits"] = answer["mlm_logits"][: len(text.ask)]
     return answers
 
 

@@ -214,9 +214,7 @@ class Sequence:
         self.chooser.allowed_V = allowed_V
 
     def guess(self) -> list[int]:
-        """Guess the next tokens of a greedy answer by what followed when the text so far last went as it goes now, as
-        `guesses`. An answer of which more is asked than its most probable tokens has none.
-        """
+        """The next tokens of a greedy answer, of which no more is asked, as they followed the last time: `guesses`."""
         chooser, job = self.chooser, self.job
         assert chooser is not None
         plain = chooser.counts_V is None and chooser.bias_V is None and job.sampling.temperature == 0
@@ -229,9 +227,7 @@ class Sequence:
 
 
 def look_up(ids_S: np.ndarray, most: int) -> np.ndarray:
-    """What followed the last time that a sequence went as its longest end that it had before, of `ENDS` tokens, and
-    that again where it is short; none where it had no such end.
-    """
+    """What followed when a sequence last had its longest known end, again and again where it is short."""
     for size in ENDS:
         if len(ids_S) > size:
             windows = np.lib.stride_tricks.sliding_window_view(ids_S[:-1], size)

@@ -42,9 +42,7 @@ KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle c
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, before any model is loaded. Raises WrongUse when the port is taken or the address is
-    not ours.
-    """
+    """A bound socket, before any model is loaded. Raises WrongUse for a taken port or an address not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio switches Nagle's algorithm off only then: it costs 40 ms a request.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -137,7 +135,6 @@ class DeadlineProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(None)
         self.owing.pop(self, None)
-        self._read_on()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -145,7 +142,8 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._read_on()
+        if self._unread is not None:
+            self._unread.cancel()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -175,11 +173,6 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self._late)
-
-    def _read_on(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
 
 
 class DrainingServer(uvicorn.Server):
@@ -228,9 +221,7 @@ def run(
     drain_s: float,
     tls: tuple[Path, Path] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain: `drain_s` lie between SIGTERM and the closing of the port. `tls`: a
-    certificate and its key. Raises what opening a model raised.
-    """
+    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key. Raises what opening raised."""
     config = uvicorn.Config(
         app,
         http=DeadlineProtocol,

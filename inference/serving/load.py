@@ -55,18 +55,16 @@ class Seen:
 
 
 def seeded(kind: str, count: int, seed: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Ask]:
-    """Requests that a seed determines: prompts of so many words, answers of so many tokens (at temperature 0,
-    with the end-of-text token left alone: an answer may end early).
-    """
+    """Requests that a seed determines: prompts of so many words, greedy answers of so many tokens at most."""
     draw = random.Random(seed)
-    asks: list[Ask] = []
-    for _ in range(count):
+
+    def one() -> Ask:
         text = " ".join(draw.choices(WORDS, k=draw.randint(*prompt)))
         if kind == "embeddings":
-            asks.append({"input": text})
-        else:
-            asks.append({"prompt": text, "max_tokens": draw.randint(*output), "temperature": 0})
-    return asks
+            return {"input": text}
+        return {"prompt": text, "max_tokens": draw.randint(*output), "temperature": 0}
+
+    return [one() for _ in range(count)]
 
 
 def read_asks(path: Path) -> list[Ask]:
@@ -180,9 +178,7 @@ def _message(body: bytes) -> str:
 def load(
     target: Target, asks: Sequence[Ask], clients: int, tick: Callable[[], None] = lambda: None
 ) -> tuple[list[Seen], float]:
-    """Send all requests from so many clients, each its next when its last is answered; what they saw, and the
-    seconds that it took. `tick` is called for every answer.
-    """
+    """Send all requests from so many clients, each its next after an answer; what they saw, and the seconds."""
     kept = threading.local()  # each thread's connection
 
     def one(asked: Ask) -> Seen:

@@ -49,9 +49,7 @@ def open_text_model(path: Path | str, family: str, options: BackendOptions) -> t
 
 
 def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Job:
-    """Continue `prompt` as a job without one says, to the end of the model's context where `max_tokens` would go
-    beyond it. Raises WrongUse when the prompt alone fills it.
-    """
+    """Continue `prompt` as a job without one says, at most to the context's end. Raises WrongUse when it fills it."""
     ids = prompt_ids(tokenizer, prompt)
     context = loaded.backend.context
     if len(ids) >= context:
@@ -63,9 +61,7 @@ def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Jo
 def continue_text(
     path: Path | str, prompt: str, like: Job, options: BackendOptions = AUTO
 ) -> Iterator[tuple[int, TextDelta]]:
-    """Continue `prompt` with the GPT at `path` as a job without one says; yields (number of the answer, delta) as
-    text is made. Raises WrongUse as `text_job` does and when the model is no GPT.
-    """
+    """Continue `prompt` with the GPT at `path`; yields (number of the answer, delta). Raises WrongUse as `text_job`."""
     loaded, tokenizer = open_text_model(path, "gpt", options)
     job = text_job(loaded, tokenizer, prompt, like)
     rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(job.n, 8)
@@ -158,12 +154,11 @@ def _run(
     with full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     places = _resume(partial, sha256_json([settings, sha256_file(source)]))
-    before, errors = set(places), []
+    resumed, errors = len(places), []
     todo = (record for record in _records(source, field, cut) if record[0] not in places)
     with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
-        bar.start_at(len(before))
+        bar.start_at(resumed)
         for number, row in answer(todo):
-            errors += [f"record {number + 1}: {row['error']}"] if "error" in row else []
             places[number] = file.tell()
             with full_disk(partial):
                 file.write(f"{number}\t{json.dumps(row, ensure_ascii=False)}\n".encode())
@@ -174,29 +169,25 @@ def _run(
         for number in range(total):
             file.seek(places[number])
             line = file.readline().split(b"\t", 1)[1]
-            if number in before and "error" in (row := json.loads(line)):
+            if b'"error"' in line and "error" in (row := json.loads(line)):
                 errors.append(f"record {number + 1}: {row['error']}")
             target.write(line)
     sync(ordered)
     os.replace(ordered, out)
     partial.unlink()
-    return {"lines": total, "resumed": len(before), "errors": len(errors), "first_error": (errors or [""])[0]}
+    return {"lines": total, "resumed": resumed, "errors": len(errors), "first_error": (errors or [""])[0]}
 
 
 def _records(source: Path, field: str, cut: Cut = None) -> Iterator[Record]:
     """Numbered lines, or their pieces; what is no JSON object has an "error" and no text."""
-    lines = (
-        _lines(source) if source.suffix == ".jsonl" else (record.data for record in read_records([source]))
-    )
-    number = 0
-    for record in lines:
+
+    def pieces(record: dict[str, Any]) -> list[dict[str, Any]]:
         if cut is None or not isinstance(record.get(field), str):
-            yield number, record
-            number += 1
-            continue
-        for chunk, piece in enumerate(cut(record[field])):
-            yield number, record | {field: piece, "chunk": chunk}
-            number += 1
+            return [record]
+        return [record | {field: piece, "chunk": chunk} for chunk, piece in enumerate(cut(record[field]))]
+
+    lines = _lines(source) if source.suffix == ".jsonl" else (one.data for one in read_records([source]))
+    return enumerate(piece for record in lines for piece in pieces(record))
 
 
 def _lines(source: Path) -> Iterator[dict[str, Any]]:
@@ -216,10 +207,7 @@ def _text_of(record: dict[str, Any], field: str) -> str:
 
 
 def _resume(partial: Path, identity: str) -> dict[int, int]:
-    """Where the answers of an earlier run stand in OUT.partial, which is begun when there is none.
-
-    Raises WrongUse when it belongs to another model, file or setting.
-    """
+    """Where earlier answers stand in OUT.partial, begun when there is none. Raises WrongUse for another's."""
     if not partial.exists():
         partial.write_text(identity + "\n")
         return {}

@@ -30,11 +30,13 @@ Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
 async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
 
-    def entry(i: int, vector: np.ndarray) -> dict[str, Any]:
-        return {"object": "embedding", "index": i, "embedding": _vector(vector, body.encoding_format)}
+    def entry(i: int, vector_H: np.ndarray) -> dict[str, Any]:
+        floats = base64.b64encode(vector_H.astype("<f4").tobytes()).decode()  # little end first
+        value = floats if body.encoding_format == "base64" else vector_H.tolist()
+        return {"object": "embedding", "index": i, "embedding": value}
 
     texts, data = await _embedded(call, body.input, body, entry)
-    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
+    return _list(call, data, texts)
 
 
 async def embed(call: Call, body: EmbedBody) -> Response:
@@ -74,7 +76,7 @@ async def fill_mask(call: Call, body: FillMaskBody) -> dict[str, Any]:
     filled[positions] = best_NK[:, 0]
     framing = (reader.tokenizer.cls_id, reader.tokenizer.sep_id)
     text = decode([i for i in filled if i not in framing])  # with the best in place
-    return {"object": "list", "data": data, "text": text, "model": call.model.name, "usage": _usage(texts)}
+    return _list(call, data, texts) | {"text": text}
 
 
 async def classify(call: Call, body: ClassifyBody) -> dict[str, Any]:
@@ -86,63 +88,58 @@ async def classify(call: Call, body: ClassifyBody) -> dict[str, Any]:
         shares = _shares(answer["class_logits"])
         label = names[int(shares.argmax())]
         data.append({"index": index, "label": label, "probs": shares.tolist(), "num_classes": len(names)})
-    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
+    return _list(call, data, texts)
 
 
 async def rerank(call: Call, body: RerankBody) -> dict[str, Any]:
     """Documents by their score beside a query: the sigmoid of a single class, or the share of the last."""
-    texts, scores = await _scored(call, body.query, body.documents, body.truncate)
+    texts, scores = await _scored(call, [body.query], body.documents, body.truncate)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
-    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
-    for result in results if body.return_documents else ():
-        result["document"] = {"text": body.documents[result["index"]]}
+    text = [{"document": {"text": one}} if body.return_documents else {} for one in body.documents]
+    results = [{"index": i, "relevance_score": scores[i]} | text[i] for i in order]
     return {"model": call.model.name, "results": results, "usage": _usage(texts)}
 
 
 async def rank(call: Call, body: RankBody) -> Response:
     """Texts by their score beside a query, as Text Embeddings Inference answers."""
-    _, scores = await _scored(call, body.query, body.texts, body.truncate)
+    _, scores = await _scored(call, [body.query], body.texts, body.truncate)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     text = [{"text": one} if body.return_text else {} for one in body.texts]
     return json_response([{"index": i, "score": scores[i]} | text[i] for i in order])
 
 
 async def score(call: Call, body: ScoreBody) -> dict[str, Any]:
-    """The score of each text beside another: of a BERT fine-tuned to classify as `rerank` has it, of another the cosine
-    of their embeddings.
-    """
+    """The score of each text beside another: as `rerank` has it or, without classes, the cosine of embeddings."""
     ones, others = body.text_1, body.text_2
     if len(ones) not in (1, len(others)):
         raise WrongUse("texts do not pair", where="text_1", why=f"{len(ones)} beside {len(others)}")
-    ones = ones if len(ones) == len(others) else ones * len(others)
     if call.model.facts.get("classes"):
         texts, scores = await _scored(call, ones, others, False)
     else:
         want = call.model.sentence.output(None)
         texts, answers = await _read_all(call, [*ones, *others], want)
         vectors = [unit(answer[want]) for answer in answers]
-        scores = [float(one @ other) for one, other in zip(vectors, vectors[len(ones) :])]
+        first = vectors[: len(ones)] * (len(others) // len(ones))
+        scores = [float(one @ other) for one, other in zip(first, vectors[len(ones) :])]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
+    return _list(call, data, texts)
 
 
 async def _scored(
-    call: Call, queries: str | list[Any], documents: list[Any], truncate: bool
+    call: Call, queries: list[Any], documents: list[Any], truncate: bool
 ) -> tuple[list[Encoding], list[float]]:
-    """The score of each document beside the query, or beside its own."""
+    """The score of each document beside the query if there is one, else beside its own."""
     reader = call.model.reader
 
     def frames() -> list[Encoding]:
-        one = isinstance(queries, str)
-        known = [reader.encode(query, "query") for query in ([queries] if one else queries)]  # once each
-        pairs = zip(known * len(documents) if one else known, documents)
-        return [
-            reader.frame({"query": a, "documents": b}, truncate, want=("class_logits",)) for a, b in pairs
-        ]
+        known = [reader.encode(query, "query") for query in queries]  # once each
+        pairs = zip(known * len(documents) if len(known) == 1 else known, documents)
+        named = [{"query": query, "documents": document} for query, document in pairs]
+        return [reader.frame(one, truncate, want=("class_logits",)) for one in named]
 
-    size = sum(map(len, queries)) + sum(map(len, documents))
-    texts, answers = await _read(call, size, frames)
-    return texts, [_score(answer["class_logits"]) for answer in answers]
+    texts, answers = await _read(call, sum(map(len, [*queries, *documents])), frames)
+    logits = [answer["class_logits"].astype(np.float64) for answer in answers]
+    return texts, [float(1 / (1 + np.exp(-one[0])) if len(one) == 1 else _shares(one)[-1]) for one in logits]
 
 
 async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
@@ -179,20 +176,12 @@ async def _read(call: Call, characters: int, make: Callable[[], list[Encoding]])
     return texts, await call.unless_gone(call.model.read(texts, call.watch))
 
 
-def _vector(vector_H: np.ndarray, encoding: str) -> list[float] | str:
-    """A vector as numbers, or as base64 of float32, little end first."""
-    if encoding == "base64":
-        return base64.b64encode(vector_H.astype("<f4").tobytes()).decode()
-    return vector_H.tolist()
-
-
 def _shares(logits_C: np.ndarray) -> np.ndarray:
     return np.exp(log_softmax(logits_C.astype(np.float64)))
 
 
-def _score(logits_C: np.ndarray) -> float:
-    alone = len(logits_C) == 1
-    return float(1 / (1 + np.exp(-float(logits_C[0]))) if alone else _shares(logits_C)[-1])
+def _list(call: Call, data: Sequence[Any], texts: Sequence[Encoding]) -> dict[str, Any]:
+    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
 
 
 def _usage(texts: Sequence[Encoding]) -> dict[str, int]:

@@ -45,9 +45,7 @@ class ServedModel:
         self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: self.tokenizer.decode([token_id]))
 
     async def start(self, checkpoint: Path | None = None) -> None:
-        """Start the processes, on this checkpoint of their run if one is given, and read the tokenizer. Raises what
-        opening the model raised.
-        """
+        """Start the processes, on this checkpoint if one is given. Raises what opening the model raised."""
         self.checkpoint = checkpoint
         for remote in self.remotes:
             remote.path = str(checkpoint or remote.path)
@@ -84,9 +82,7 @@ class ServedModel:
         return sum(getattr(remote, what) for remote in self.remotes)
 
     def free(self, answers: int) -> Remote:
-        """The process with the least to do of those that take so many answers more. Raises HTTPException: 503 without
-        one, 429 where all queues are full.
-        """
+        """The process with the least to do that takes so many answers more. Raises HTTPException 503 or 429."""
         refused = {remote: remote.refusal(answers) for remote in self.remotes}
         best = min(self.remotes, key=lambda remote: (refused[remote] is not None, remote.cost))
         if (refusal := refused[best]) is not None:
@@ -209,7 +205,8 @@ class ServedModel:
                 if read is None:
                     continue
                 assert isinstance(read, Read)
-                watch.read(read.began_s, read.ended_s, read.batch)
+                watch.began(read.began_s, read.batch)
+                watch.of(watch.telemetry.compute).observe(read.ended_s - read.began_s)
                 found[number] = read.arrays
         return [found[number] for number in range(len(texts))]
 
@@ -225,7 +222,8 @@ class ServedModel:
         try:
             tenant = "" if self.limits.share_prefixes else watch.key.digest.hex()
             numbers = remote.submit(work, come.put_nowait, watch.key.priority, tenant)
-            watch.submitted(tokens)
+            watch.prompt_tokens = (watch.prompt_tokens or 0) + tokens
+            watch.of(watch.telemetry.prompt_tokens).inc(tokens)
             while left:
                 try:
                     async with asyncio.timeout(HEARTBEAT_S):
@@ -240,5 +238,5 @@ class ServedModel:
         finally:
             watch.key.held -= answers
             if left:
-                watch.cancelled(left)
+                watch.of(watch.telemetry.gone).inc(left)
                 remote.cancel(numbers)

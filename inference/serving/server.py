@@ -54,9 +54,7 @@ ENDPOINTS: dict[str, Endpoint] = {
 def build_app(
     server: Server, keys: Sequence[Key] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()
 ) -> Starlette:
-    """The application; models start with it and end with it. `origins` are those of web pages that may call, `hosts`
-    the names by which it may be called (none: any).
-    """
+    """The application, with its models' life. `origins` of web pages may call, by the names `hosts` (none: any)."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
