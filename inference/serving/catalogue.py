@@ -93,7 +93,6 @@ class Catalogue:
             raise WrongUse("there is no run to follow", where="--follow", fix="give the directory of a run")
         self.models = [source.model(limits, options) for source in self._given.values()]
         self._opening: set[str] = set()
-        self._leaving: list[ServedModel] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sources(self) -> dict[str, Source]:
@@ -124,7 +123,8 @@ class Catalogue:
         """End the processes of all models."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(model.close() for model in [*self.models, *self._leaving]))
+        models = [model.close() for model in self.models]
+        await asyncio.gather(*models, *self._tasks, return_exceptions=True)
 
     async def load(self, name: str) -> None:
         """Open a model that is known and not served. Raises WrongUse and HTTPException 404, and what opening raised."""
@@ -188,10 +188,10 @@ class Catalogue:
             say(f"{source.name} is now {newest.name}")
 
     async def _retire(self, model: ServedModel) -> None:
-        self._leaving.append(model)
-        await model.finished()
-        await model.close()
-        self._leaving.remove(model)
+        try:
+            await model.finished()
+        finally:
+            await model.close()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -27,9 +27,7 @@ BREAK = "\ufdd0"  # a noncharacter, put into added tokens that a message spells:
 class ChatTemplate:
     """A compiled template with the tokenizer it belongs to. Raises WrongUse when it cannot be compiled."""
 
-    def __init__(
-        self, source: str, tokenizer: Tokenizer, names: dict[str, str], ends: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, names: dict[str, str], *ends: int) -> None:
         usual: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
         environment = ImmutableSandboxedEnvironment(**usual)
         environment.filters["tojson"] = _json
@@ -53,19 +51,15 @@ class ChatTemplate:
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
         """The template beside a tokenizer, None without one; answers end where the model's defaults say, too."""
-        config: dict[str, Any] = {}
-        if (directory / CONFIG).is_file():
-            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config, defaults = _object(directory / CONFIG), _object(beside_model(directory, GENERATION))
         if (source := chat_template(directory)) is None:
             return None
         names = {}
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
             token = config.get(role)
             names[role] = token.get("content", "") if isinstance(token, dict) else token or ""
-        ends: Any = []
-        if (defaults := beside_model(directory, GENERATION)).is_file():
-            ends = json.loads(defaults.read_text(encoding="utf-8")).get("eos_token_id") or []
-        return cls(source, tokenizer, names, ends if isinstance(ends, list) else [ends])
+        ends = defaults.get("eos_token_id") or []
+        return cls(source, tokenizer, names, *(ends if isinstance(ends, list) else [ends]))
 
     def ids(self, messages: Sequence[Message]) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
@@ -79,13 +73,10 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             why = f"the model's chat template says: {error}"
             raise WrongUse("the messages do not fit the chat template", where="messages", why=why) from error
-        parts: list[np.ndarray] = []
-        start = 0
-        for found in self._any_special.finditer(text):
-            parts += [self._encode(text[start : found.start()]), np.array([self._special[found[0]]])]
-            start = found.end()
-        parts.append(self._encode(text[start:]))
-        return np.concatenate(parts).astype(np.int64)
+        special = self._special
+        parts = self._any_special.split(text)  # texts and special tokens by turns
+        ids = [np.array([special[part]]) if part in special else self._encode(part) for part in parts]
+        return np.concatenate(ids).astype(np.int64)
 
     def _plain(self, text: str, own: bool = False) -> str:
         text, forged = text.replace(BREAK, ""), self._not_said if own else self._any_special
@@ -96,8 +87,12 @@ class ChatTemplate:
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
+def _object(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
 
 def _json(value: Any, indent: int | None = None, **_: Any) -> str:

@@ -20,16 +20,16 @@ from .generation import Job, TextDelta, Token
 from .served import Deltas, ServedModel
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold it back
+First = tuple[int, TextDelta | None]
+Events = AsyncGenerator[dict[str, Any] | None, None]
 ITEM = {"output_index": 0, "content_index": 0}  # of /v1/responses: there is one, with one part
 
 
 async def completions(call: Call, body: CompletionBody) -> Response | dict[str, Any]:
     """Continue a text with a GPT; `stream` sends server-sent events."""
-    size = sum(map(len, body.prompt))
-    model = call.model
-    return await generated(
-        call, body, await call.beside(size, lambda: Answers(model, body, model.completion(body)))
-    )
+    model, size = call.model, sum(map(len, body.prompt))
+    answers = await call.beside(size, lambda: Answers(model, body, model.completion(body)))
+    return await generated(call, body, answers)
 
 
 async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
@@ -49,11 +49,7 @@ async def responses(call: Call, body: ResponsesBody) -> Response | dict[str, Any
 
 
 async def conversed(
-    call: Call,
-    body: Generation,
-    messages: Sequence[Message],
-    most: int | None,
-    logprobs: int | None = None,
+    call: Call, body: Generation, messages: Sequence[Message], most: int | None, logprobs: int | None = None
 ) -> list[Job]:
     """The job of answering a conversation with at most so many tokens (None: what fits)."""
     model, template = call.model, call.model.chat
@@ -80,7 +76,7 @@ async def generated(call: Call, body: Generation, answers: "Answers") -> Respons
     return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
-async def _events(call: Call, answers: AsyncGenerator[dict[str, Any] | None, None]) -> AsyncIterator[bytes]:
+async def _events(call: Call, answers: Events) -> AsyncIterator[bytes]:
     """Server-sent events; an error in the middle is told as an event."""
     async with aclosing(answers):
         try:
@@ -165,9 +161,7 @@ class Answers:
         choices = [msgspec.Raw(msgspec.json.encode(self._choice(choice))) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
-    async def events(
-        self, first: tuple[int, TextDelta | None], deltas: Deltas
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def events(self, first: First, deltas: Deltas) -> Events:
         """A body per delta (None: nothing has come for a while), then the usage if asked; closes the deltas."""
         head = {**self._head, "object": self.chunk_kind}
         async with aclosing(deltas):
@@ -219,7 +213,7 @@ class Answers:
         return usage | {"prompt_tokens_details": {"cached_tokens": self._cached}}
 
 
-async def after(first: tuple[int, TextDelta | None], deltas: Deltas) -> Deltas:
+async def after(first: First, deltas: Deltas) -> Deltas:
     """The deltas with the first one, which was awaited alone."""
     yield first
     async for one in deltas:
@@ -244,23 +238,15 @@ class ChatAnswers(Answers):
         return {"index": piece.number, "message": message, **self._rest(piece)}
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
-        return {"logprobs": self._chat_logprobs(piece.tokens), "finish_reason": piece.finish}
-
-    def _chat_logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any] | None:
         assert isinstance(self._body, ChatBody)
-        if not self._body.logprobs:
-            return None
-        most = self._body.top_logprobs or 0
-        return {
-            "content": [
-                self._chat_token(token.id, token.logprob)
-                | {"top_logprobs": [self._chat_token(i, value) for i, value in token.top[:most]]}
-                for token, _ in tokens
-            ],
-            "refusal": None,
-        }
+        content, most = [], self._body.top_logprobs or 0
+        for token, _ in piece.tokens if self._body.logprobs else ():
+            top = [self._token(*one) for one in token.top[:most]]
+            content.append(self._token(token.id, token.logprob) | {"top_logprobs": top})
+        logprobs = {"content": content, "refusal": None} if self._body.logprobs else None
+        return {"logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self._model.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
@@ -273,9 +259,7 @@ class ResponseAnswers(Answers):
     def whole(self) -> dict[str, Any]:
         return self._response(self._status, [self._message(self._status, [self._part])])
 
-    async def events(
-        self, first: tuple[int, TextDelta | None], deltas: Deltas
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+    async def events(self, first: First, deltas: Deltas) -> Events:
         """The events of OpenAI's stream, in their order and numbered; None where nothing has come for a while."""
         numbers = iter(range(1 << 62))
 
@@ -313,7 +297,7 @@ class ResponseAnswers(Answers):
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
         assert isinstance(body, ResponsesBody)
-        cut = status == "incomplete"
+        said = ("instructions", "max_output_tokens", "temperature", "top_p")
         return {
             "id": self._head["id"],
             "object": self.kind,
@@ -321,14 +305,11 @@ class ResponseAnswers(Answers):
             "model": self._head["model"],
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": None if status == "in_progress" else self.usage(),
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            **{name: getattr(body, name) for name in said},
             "metadata": body.metadata or {},
-            "temperature": body.temperature,
-            "top_p": body.top_p,
             "text": body.text or {"format": {"type": "text"}},
             "tools": [],
             "tool_choice": "none",

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.exceptions import HTTPException
 
@@ -33,12 +34,14 @@ Answer = Made | Read | ThroughlineError
 Hear = Callable[[tuple[int, Answer]], None]  # takes the place of an answer in its request, and some of it
 
 
-class Owed(NamedTuple):
+@dataclass
+class Owed:
     """An answer that was accepted."""
 
     place: int  # in its request
     hear: Hear
     cost: int
+    began: bool = False  # as is known with its first token
 
 
 def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
@@ -69,7 +72,6 @@ class Remote:
         self._connection: asyncio.Transport | None = None
         self._ended = asyncio.Event()  # the present process has
         self._waiting: dict[int, Owed] = {}
-        self._began: set[int] = set()
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
         self._watching: asyncio.Task[None] | None = None
@@ -98,12 +100,12 @@ class Remote:
 
     @property
     def active(self) -> int:
-        """Of them, those that have begun, as is known with the first token."""
-        return len(self._began)
+        """Of them, those that have begun."""
+        return sum(owed.began for owed in self._waiting.values())
 
     @property
     def queued(self) -> int:
-        return len(self._waiting) - len(self._began)
+        return self.waiting - self.active
 
     @property
     def cost(self) -> int:
@@ -139,7 +141,6 @@ class Remote:
     def cancel(self, numbers: Sequence[int]) -> None:
         """Nobody waits for these any more; answered ones may be among them."""
         left = [number for number in numbers if self._waiting.pop(number, None)]
-        self._began.difference_update(left)
         if left and self.ready and self._connection is not None:
             self._connection.write(pack(Cancel(left)))
 
@@ -214,7 +215,6 @@ class Remote:
         self.ready, self._silent_s = False, 0
         self.restarts += 1
         waiting, self._waiting = self._waiting, {}
-        self._began.clear()
         assert self._connection is not None and self._process is not None
         self._connection.close()
         self._process.kill()  # a socket that closed without a death is no use either
@@ -242,10 +242,9 @@ class Remote:
         if number not in self._waiting:  # cancelled
             return
         owed = self._waiting[number]
-        self._began.add(number)
+        owed.began = True
         if last:
             del self._waiting[number]
-            self._began.discard(number)
             if not isinstance(answer, ThroughlineError):
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s

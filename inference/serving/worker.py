@@ -46,11 +46,9 @@ def serve(connection: socket.socket) -> None:
             connection.sendall(b"".join(map(pack, messages)))
 
     inbox = Inbox(connection)
-    come: list[Message] = []
-    while not come and not inbox.ended:
-        come = inbox.take(BEAT_MS)
-    if inbox.ended:
-        return
+    while not (come := inbox.take(BEAT_MS)):
+        if inbox.ended:
+            return
     opening, *come = come
     assert isinstance(opening, Open)
     try:
