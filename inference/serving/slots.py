@@ -206,18 +206,16 @@ class SlotBatch:
         if sequence.job.prompt_logprobs is not None:
             return
         prompt = np.asarray(sequence.job.prompt_ids)[:-1]
-        own = [other.tenant == sequence.tenant for other in self._live]
-        shared = [common(other.held(), prompt) * mine for other, mine in zip(self._live, own)]
-        best = int(np.argmax(shared)) if shared else -1
+        own = [row for row, other in enumerate(self._live) if other.tenant == sequence.tenant]
+        shared, best = max(((common(self._live[row].held(), prompt), row) for row in own), default=(0, 0))
         kept, saved = self._prefixes.find(sequence.tenant, prompt)
-        reused = max(kept, shared[best] if shared else 0)
-        if reused < LEAST_PREFIX:
+        if max(shared, kept) < LEAST_PREFIX:
             return
-        if shared and shared[best] >= kept:
-            self.backend.copy_row(self._cache, best, row, reused)
+        if shared >= kept:
+            self.backend.copy_row(self._cache, best, row, shared)
         else:
-            self.backend.load_row(self._cache, row, saved, reused)
-        sequence.past = sequence.reused = reused
+            self.backend.load_row(self._cache, row, saved, kept)
+        sequence.past = sequence.reused = max(shared, kept)
 
     def _note_prompt(self, sequence: Sequence, span: Span, logits_SV: Any) -> None:
         """Probabilities of the prompt's tokens that follow those of this span."""
