@@ -23,8 +23,7 @@ import torch
 from common import Claim, claim, finish, paired, parser
 from throughline.core.hardware import keep_freed_memory
 from throughline.core.recipe import build_recipe
-from throughline.models.config import ModelConfig
-from throughline.models.presets import preset
+from throughline.models.config import ModelConfig, preset
 from throughline.planner.layout import Layout
 from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, StepBatch, prepare

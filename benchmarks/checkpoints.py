@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 from common import claim, finish, parser
-from throughline.models.config import ModelConfig
-from throughline.models.presets import preset
+from throughline.models.config import ModelConfig, preset
 from throughline.planner.layout import Layout
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoints.checkpoint import CheckpointWriter

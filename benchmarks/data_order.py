@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from common import claim, finish, parser
 from throughline.core.console import table
-from throughline.data.loader import Loader
-from throughline.data.masking import Masker
-from throughline.data.options import DatasetOptions
+from throughline.data.bert import Masker
+from throughline.data.dataset import DatasetOptions, Loader
 from throughline.data.order import key, permute
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from common import Claim, claim, finish, paired, parser, run, throughline
 from gpu_scale import SMALL, flops_per_token, made_rows, peak_flops, seconds, whole_step
-from throughline.models.config import BERTConfig, GPTConfig, family_of
-from throughline.models.presets import preset
+from throughline.models.config import BERTConfig, GPTConfig, family_of, preset
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_gpt import RECIPE, SAMPLES, step_seconds_nanogpt, step_seconds_ours

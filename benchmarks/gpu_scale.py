@@ -26,8 +26,7 @@ import torch.distributed as dist
 from throughline.benchmarks.common import Claim, claim, finish, parser
 from throughline.benchmarks.prove_scale import RECIPES, Scale, flops
 from throughline.core import hardware
-from throughline.models.config import BERTConfig, GPTConfig, family_of
-from throughline.models.presets import preset
+from throughline.models.config import BERTConfig, GPTConfig, family_of, preset
 from throughline.planner.layout import Layout
 from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, StepBatch, prepare

@@ -36,9 +36,8 @@ from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.llama_backend import LlamaCausal, LlamaContext
 from throughline.inference.serving.generation import Job
 from throughline.inference.serving.slots import SlotBatch
-from throughline.models.config import ModelConfig
+from throughline.models.config import ModelConfig, preset
 from throughline.models.init import build
-from throughline.models.presets import preset
 
 NOWHERE = Input("", "model", "")
 BERT_TOKENS, CONTEXT = 128, 128

@@ -15,10 +15,9 @@ import time
 
 import torch
 from common import claim, finish, parser, peak_memory
-from throughline.models.config import BERTConfig
+from throughline.models.config import BERTConfig, preset
 from throughline.models.init import STD
 from throughline.models.layers import Block
-from throughline.models.presets import preset
 from throughline.planner.tables import parameter_shapes, tensor_box
 
 PRESET, PARTS, TOKENS = "google-481b", 8, 512

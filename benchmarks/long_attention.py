@@ -20,7 +20,7 @@ from throughline.models.attention_patterns import apply_pattern, make_attend
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
-from throughline.models.pattern import AttentionPattern
+from throughline.models.transformer import AttentionPattern
 
 LENGTHS = (1024, 2048, 4096, 8192)
 BEYOND = (16384, 32768)  # extrapolated: a pass of dense attention over 32,768 tokens takes minutes of a CPU

@@ -12,8 +12,8 @@ import torch
 from throughline.benchmarks.common import claim, finish, paired, parser
 from throughline.core.console import table
 from throughline.core.recipe import build_recipe
+from throughline.models.config import preset
 from throughline.models.init import build
-from throughline.models.presets import preset
 from throughline.train.optimizers.build import build_optimizer
 from throughline.train.recipes.recipe import Recipe
 

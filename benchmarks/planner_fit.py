@@ -13,8 +13,7 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 from throughline.core.hardware import Chip
-from throughline.models.config import ModelConfig
-from throughline.models.presets import preset
+from throughline.models.config import ModelConfig, preset
 from throughline.planner.hardware import FITTED, Constants, find_cluster
 from throughline.planner.serve import FITTED as SERVE
 from throughline.planner.serve import ServeConstants, forward_seconds

@@ -30,8 +30,8 @@ from throughline.inference.runtimes.bench import measure
 from throughline.inference.runtimes.loaded import Loaded
 from throughline.inference.runtimes.roofline import floor_ms, reported
 from throughline.inference.runtimes.tensorrt_library import load_library
+from throughline.models.config import preset
 from throughline.models.init import build
-from throughline.models.presets import preset
 
 REPORTED_MS, TOKENS, CAPABILITY = 2.2, 128, "7.5"
 NOWHERE = Input("", "model", "")

@@ -369,7 +369,7 @@ def main() -> None:
     chosen = options.parse_args()
     if unknown := set(chosen.parts) - set(PARTS):
         options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    from throughline.data.import_tokenizer import import_tokenizer
+    from throughline.data.new_tokenizer import import_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         gpt2, bert = Path(folder) / "gpt2", Path(folder) / "bert"

@@ -132,11 +132,9 @@ def tokenizer(
     Example:  throughline data tokenizer corpus/ --type bpe --vocab-size 8192 --out tok
               throughline data tokenizer gpt2/ --type import --out gpt2-tok
     """
-    from ..data.import_tokenizer import import_tokenizer
     from ..data.ingest.inputs import expand_inputs
-    from ..data.ingest.sample import sample
     from ..data.ingest.text import COUNTS
-    from ..data.train_tokenizer import train_tokenizer
+    from ..data.new_tokenizer import import_tokenizer, sample, train_tokenizer
 
     check_free(out, overwrite)
     if cased is not None and kind in ("bpe", "char"):

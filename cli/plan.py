@@ -9,7 +9,7 @@ import click
 
 from ..core import console
 from ..core.errors import Failed, WrongUse
-from ..models.presets import preset
+from ..models.config import preset
 from ..planner.report import checkpoint_facts, pareto_lines, ranked
 from ..planner.report import explain as explained
 from ..planner.run import REPAIR_DAYS, RESTART_S, Run, run_facts

@@ -14,8 +14,7 @@ import click
 
 from ..core.errors import Failed, WrongUse
 from ..core.recipe import build_recipe, dump_toml, load_recipe, parse_override, shipped_recipes
-from ..models.config import BERTConfig, ModelConfig, family_of
-from ..models.presets import preset, preset_names
+from ..models.config import BERTConfig, ModelConfig, family_of, preset, preset_names
 from ..planner.hardware import Cluster, find_cluster, require_network, this_machine
 from ..planner.run import Ramp, Run, grid_intensity
 from ..planner.search import Candidate, Found, Search, candidate_at, enumerate_layouts, find_or_offload

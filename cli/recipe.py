@@ -118,7 +118,7 @@ def new(
     from ..core.files import write_atomic
     from ..core.hardware import chips
     from ..data.store import TokenStore
-    from ..models.presets import preset_names
+    from ..models.config import preset_names
     from ..planner.hardware import find_cluster, shipped_table
     from ..train.recipes.new_recipe import new_recipe
     from ..train.recipes.recipe import Recipe

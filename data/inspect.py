@@ -87,8 +87,7 @@ def _repeated(store: TokenStore, top: int) -> list[tuple[int, int]]:
             digests.append(hashlib.blake2b(raw, digest_size=8).digest())
             numbers.append(first + document)
         first += shard.documents
-    _, places, times = np.unique(
-        np.frombuffer(b"".join(digests), "<u8"), return_index=True, return_counts=True
-    )
+    hashes = np.frombuffer(b"".join(digests), "<u8")
+    _, places, times = np.unique(hashes, return_index=True, return_counts=True)
     order = np.lexsort((places, -times))[:top]
     return [(int(times[i]), numbers[places[i]]) for i in order if times[i] > 1]

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from ..core.errors import Failed, WrongUse
 from ..core.files import json_lines
-from .ingest.streams import open_blocks
+from .ingest.formats import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")
@@ -40,7 +40,10 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
     """
     for pattern in patterns:
         if found := [path for path in _matching(pattern, root) if _format(path) in FORMATS]:
-            return _one_form(found)
+            # without a compressed copy that lies beside its plain file
+            return [
+                path for path in found if path.suffix not in COMPRESSION or path.with_suffix("") not in found
+            ]
     return []
 
 
@@ -55,11 +58,6 @@ def _matching(pattern: str, root: Path) -> list[Path]:
     except (ValueError, NotImplementedError) as error:
         fix = "name files by their place below --data-dir, for example piqa/valid*.jsonl"
         raise WrongUse(f"no pattern of files: {pattern!r}", why=str(error), fix=fix) from None
-
-
-def _one_form(paths: list[Path]) -> list[Path]:
-    """Drop a compressed copy that lies beside its plain file."""
-    return [path for path in paths if path.suffix not in COMPRESSION or path.with_suffix("") not in paths]
 
 
 def _format(path: Path) -> str:
@@ -111,9 +109,8 @@ def _read(path: Path, text: Callable[[TextIO, Path], Iterator[Record]]) -> Itera
         with _open(path) as file:
             yield from readers[kind](file, path)
     except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError, csv.Error) as error:
-        raise Failed(
-            "cannot read the data file", where=path, why=str(error), fix="check that the file is whole"
-        ) from error
+        fix = "check that the file is whole"
+        raise Failed("cannot read the data file", where=path, why=str(error), fix=fix) from error
 
 
 def _open(path: Path) -> TextIO:
@@ -137,37 +134,28 @@ def _json(file: TextIO, path: Path) -> Iterator[Record]:
     try:
         tree = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise Failed(
-            "not valid JSON", where=path, why=str(error), fix="give one record a line in a .jsonl file"
-        ) from error
+        fix = "give one record a line in a .jsonl file"
+        raise Failed("not valid JSON", where=path, why=str(error), fix=fix) from error
     if isinstance(tree, dict):
         tree = tree.get("data", tree.get("rows"))
     if not isinstance(tree, list) or not all(isinstance(item, dict) for item in tree):
-        raise Failed(
-            "no list of records in the file",
-            where=path,
-            fix="give a list of objects, or one record a line as .jsonl",
-        )
+        fix = "give a list of objects, or one record a line as .jsonl"
+        raise Failed("no list of records in the file", where=path, fix=fix)
     for number, item in enumerate(tree, 1):
-        yield Record(
-            f"{path}:{number}",
-            item.get("row", item) if set(item) == {"row_idx", "row", "truncated_cells"} else item,
-        )
+        wrapped = set(item) == {"row_idx", "row", "truncated_cells"}
+        yield Record(f"{path}:{number}", item["row"] if wrapped else item)
 
 
 def table(file: Iterable[str], path: Path, delimiter: str) -> Iterator[Record]:
     """The rows of a table's lines, whose first is the header. Raises Failed for a row of another width."""
     # Tab-separated benchmark files (GLUE) hold bare quotes inside cells and never quote a cell.
-    if delimiter == "\t":
-        rows = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE)
-    else:
-        rows = csv.reader(file, delimiter=delimiter)
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    rows = csv.reader(file, delimiter=delimiter, quoting=quoting)
     header = next(rows, [])
     if twice := next((name for name in header if name and header.count(name) > 1), ""):
         why = "the later one would take the first one's place"
-        raise Failed(
-            f"two columns are called {twice!r}", where=f"{path}:1", why=why, fix="rename one of them"
-        )
+        what = f"two columns are called {twice!r}"
+        raise Failed(what, where=f"{path}:1", why=why, fix="rename one of them")
     for row in filter(None, rows):  # blank lines are no rows
         if len(row) != len(header):
             why = f"cells: {len(row)}; columns: {len(header)} ({', '.join(header)})"
@@ -197,7 +185,7 @@ def _pages(file: TextIO, path: Path) -> Iterator[Record]:
     are no article.
     """
     lines = file.read().replace("\r\n", "\n").split("\n")
-    starts = [number for number, line in enumerate(lines) if _is_title(line)]
+    starts = [number for number, line in enumerate(lines) if _TITLE.fullmatch(line.strip())]
     for start, stop in pairwise([0, *starts, len(lines)]):
         page = "\n".join(lines[start:stop])
         if page.strip():
@@ -214,7 +202,7 @@ def _articles(records: Iterator[Record]) -> Iterator[Record]:
         line = record.data.get("text")
         if len(record.data) > 1 or not isinstance(line, str):
             yield record
-        elif _is_title(line):
+        elif _TITLE.fullmatch(line.strip()):
             yield from _article(where, "".join(lines).removesuffix("\n"))
             lines, where = [whole_line(line)], record.where
         elif lines:
@@ -236,10 +224,6 @@ def _article(where: str, page: str) -> Iterator[Record]:
         yield Record(where, {"page": page})
 
 
-def _is_title(line: str) -> bool:
-    return _TITLE.fullmatch(line.strip()) is not None
-
-
 def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
@@ -252,9 +236,8 @@ def _parquet(path: Path) -> Iterator[Record]:
                     number += 1
                     yield Record(f"{path}:{number}", row)
     except (pyarrow.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
-        raise Failed(
-            "cannot read the parquet file", where=path, why=str(error), fix="check that the file is whole"
-        ) from error
+        fix = "check that the file is whole"
+        raise Failed("cannot read the parquet file", where=path, why=str(error), fix=fix) from error
 
 
 def hub_records(name: str, config: str | None, split: str, limit: int | None) -> list[Record]:
@@ -264,10 +247,8 @@ def hub_records(name: str, config: str | None, split: str, limit: int | None) ->
     try:
         found = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises many kinds: no network, unknown name, gated, script refused
-        raise WrongUse(
-            f"cannot get the data set {name} ({config or 'default'}, {split})",
-            why=f"{type(error).__name__}: {error}",
-            fix="give the files yourself with --data-dir; `throughline eval --list` names those of each task",
-        ) from error
+        what, why = f"cannot get the data set {name} ({config or 'default'}, {split})", type(error).__name__
+        fix = "give the files yourself with --data-dir; `throughline eval --list` names those of each task"
+        raise WrongUse(what, why=f"{why}: {error}", fix=fix) from error
     count = len(found) if limit is None else min(limit, len(found))
     return [Record(f"{name}/{split}:{i + 1}", found[i]) for i in range(count)]

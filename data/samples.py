@@ -14,11 +14,9 @@ import numpy as np
 
 from ..core.errors import WrongUse
 from .bert import BERTPairs
-from .cache import computed_once
-from .mixture import Mixture
-from .options import NO_TARGET, Batch, Dataset, DatasetOptions
+from .dataset import NO_TARGET, Batch, Dataset, DatasetOptions, Mixture
 from .order import below, key, locate
-from .packing import Placed, lay_out, pack, split_documents
+from .packing import Placed, computed_once, lay_out, pack, split_documents
 from .store import TokenStore
 
 PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])

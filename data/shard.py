@@ -38,10 +38,6 @@ def write_index(
     path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str
 ) -> None:
     """Write one `.idx`: `lengths` (sequences,) in tokens, `document_bounds` (documents + 1,) in sequences."""
-    lengths = np.ascontiguousarray(lengths, "<i4")
-    assert len(document_bounds) and document_bounds[0] == 0 and document_bounds[-1] == len(lengths), (
-        "document bounds must span the sequences"
-    )
     counts = len(lengths), len(document_bounds) - 1
     write_index_in_blocks(path, counts, lambda: [lengths], lambda: [np.diff(document_bounds)], dtype)
 

@@ -7,9 +7,8 @@ from typing import Any
 from throughline.core.errors import Refused
 from throughline.inference.exports.gguf_writer import architecture_of
 from throughline.inference.graphs.onnx_blocks import refuse_unknown
-from throughline.models.config import ModelConfig
+from throughline.models.config import ModelConfig, preset
 from throughline.models.families import families
-from throughline.models.presets import preset
 from throughline.planner.layout import Layout, layout_problems
 
 SHOWN = {  # a model of each family, of its own proportions

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.scorer import Question
 from ..models.attention import scaled_dot_product
-from ..models.pattern import AttentionPattern
+from ..models.transformer import AttentionPattern
 
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and which kernel computes it: the one place that chooses.
+"""Which keys a query sees, and which kernel computes it: the one place that chooses. And keys kept for generation.
 
 | mask | where | kernel |
 |---|---|---|
@@ -20,7 +20,7 @@ every 256 queries, which leaves out the keys to the right of them. The fused ker
 learnt it is kept.
 
 Shape letters: B rows, S query positions, P key positions, T = B x S tokens, A heads, G key-value heads, D head width,
-N documents.
+N documents; of the cache L layers, T places of a row.
 """
 
 import math
@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import attention_cuda
-from .attention_cpu import QUERIES, attend_runs, band_slices, softmax_of_scores
+from .attention_cpu import QUERIES, attend_runs, band_slices, scores_of
+from .config import GPTConfig
 
 SHORT_ROW = 1024  # beyond it the (S, S) scores of every head cost more than plain products save
 
@@ -67,8 +68,8 @@ class Documents:
         dropout: float = 0.0,
         window: int = 0,
     ) -> Tensor:
-        """Attention (B, A, S, D) within the documents, to tokens less than `window` away: 0 for all, another only
-        where `knows_windows`.
+        """Attention (B, A, S, D) within the documents, to tokens less than `window` away (0: all), where
+        `knows_windows`.
         """
         rows, _, length, _ = q_BASD.shape
         # products of the same dtype: rotary positions leave queries and keys in float32 under autocast
@@ -151,7 +152,7 @@ def _attend_short(
     for here, seen in band_slices(length, places, 0, is_causal, QUERIES if is_causal else length):
         if is_causal:
             bias = q.new_full((here.stop - here.start, seen.stop), -math.inf).triu(here.start + 1)
-        shares = softmax_of_scores(q[:, here], k[:, seen], bias.to(q.dtype))
+        shares = scores_of(q[:, here], k[:, seen], bias.to(q.dtype)).softmax(-1)
         parts.append(F.dropout(shares, dropout) @ v[:, seen])
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(0, (batch, heads))
 
@@ -160,9 +161,8 @@ def _attend_capped(
     q_BASD: Tensor, k_BGPD: Tensor, v_BGPD: Tensor, mask: Mask | None, is_causal: bool, softcap: float
 ) -> Tensor:
     (rows, _, length, size), groups = q_BASD.shape, k_BGPD.shape[1]
-    if attention_cuda.has_flex(q_BASD) and (
-        mask is None or isinstance(mask, Documents) or mask.dtype == torch.bool
-    ):
+    biased = isinstance(mask, Tensor) and mask.dtype != torch.bool
+    if attention_cuda.has_flex(q_BASD) and not biased:
         seen = mask.ids(rows, length) if isinstance(mask, Documents) else None
         if isinstance(mask, Tensor):
             seen = mask.expand(rows, *mask.shape[-3:])[:, 0] if mask.dim() > 2 else mask.expand(rows, -1, -1)
@@ -179,3 +179,45 @@ def _attend_capped(
         mask = mask[:, :, None] if mask.dim() == 4 else mask
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).flatten(1, 2)
+
+
+class KeyValueCache:
+    """Keys and values of the tokens read so far: room for `places` in each of `rows` sequences; whoever runs a step
+    knows how many each holds.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        rows: int,
+        places: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        places = places or config.sequence_length
+        sizes = [config.key_value_heads, places]
+        by_token = device is not None and torch.device(device).type == "cuda"
+        # a GPU's kernels read runs of tokens, a CPU's the tokens of a head
+        shape = (config.layers, rows, *(sizes[::-1] if by_token else sizes), config.head_size)
+        # zeros, not empty: a masked place still enters a product with probability 0, and 0 x NaN is NaN
+        stores = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.keys_LBGTD, self.values_LBGTD = (x.transpose(2, 3) if by_token else x for x in stores)
+
+    @property
+    def rows(self) -> int:
+        return self.keys_LBGTD.shape[1]
+
+    @property
+    def places(self) -> int:
+        return self.keys_LBGTD.shape[3]
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token of a row takes."""
+        return 2 * self.keys_LBGTD.nbytes // (self.places * self.rows)
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether a kernel with bounds reads it."""
+        return attention_cuda.has_flash(self.keys_LBGTD)

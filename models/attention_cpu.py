@@ -180,19 +180,15 @@ def _is_plain(q: Tensor, k: Tensor, window: int, mergeable: bool) -> bool:
     return fast and q.dtype == torch.bfloat16 and not mergeable
 
 
-def softmax_of_scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """(N, L, D) and (N, M, D) -> (N, L, M)."""
-    return _scores(q, k, bias).softmax(-1)
-
-
-def _scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(q.shape[-1]))
 
 
 def _plain_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mergeable: bool
 ) -> tuple[Tensor, Tensor | None]:
-    scores = _scores(q, k, bias)
+    scores = scores_of(q, k, bias)
     return scores.softmax(-1) @ v, scores.to(_wide(q)).logsumexp(-1) if mergeable else None
 
 
@@ -200,7 +196,7 @@ def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`lse`: that of a merged result; None where the result is of these keys alone."""
-    scores = _scores(q, k, bias)
+    scores = scores_of(q, k, bias)
     shares = scores.softmax(-1) if lse is None else (scores - lse[..., None]).exp().to(q.dtype)
     for_v, for_shares = shares.mT @ grad, grad @ v.mT
     if lse is None and hasattr(aten, "_softmax_backward_data"):  # one pass; a private operator

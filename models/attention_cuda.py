@@ -1,4 +1,4 @@
-"""A GPU's kernels for attention of runs of tokens; they read the bounds on the device.
+"""A GPU's kernels for attention of runs of tokens, which read the bounds on the device, and what a GPU can do.
 
 FlashAttention by torch's `varlen_attn`, and by its private operators where parts are to be merged by their log-sum-exp;
 in float32, with dropout or on an older GPU the memory-efficient kernel, which knows bounds too. On a Hopper card torch
@@ -15,13 +15,41 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .capability import NEEDS, capability
-
 aten = torch.ops.aten
-HOPPER = 9  # of the compute capability
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities; what dtypes need stands in core/hardware.py
+# by the index of a device, in place of what torch says: set by a test, or where a machine stands in for another
+CAPABILITIES: dict[int | None, tuple[int, int]] = {}
 SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
 # of FlexAttention: with the larger ones that torch takes, masks beside a cap need more registers than there are
 TILES: Any = {name: 64 if name.startswith("fwd") else 32 for name in SIDES}
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a GPU; where there is none, and one is simulated, of the oldest with every kernel."""
+    if device.index in CAPABILITIES or not torch.cuda.is_available():
+        return CAPABILITIES.get(device.index, AMPERE)
+    return torch.cuda.get_device_capability(device)
+
+
+# What torch.compiler.assume_constant_result does; calling it here would import the compiler.
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_computes(dtype: str, device: torch.device) -> None:
+    """Refuse a dtype that a GPU cannot compute fast, and a GPU for which this torch has no kernels at all."""
+    from ..core.errors import Refused
+    from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
+
+    found, name = capability(device), torch.cuda.get_device_name(device)
+    check_dtype(dtype, "cuda", capability="{}.{}".format(*found), name=name)
+    compiled = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+    if compiled and 10 * found[0] + found[1] < min(compiled):
+        raise Refused(
+            f"this torch has no kernels for {name}",
+            where=f"compute capability {found[0]}.{found[1]}",
+            why=f"torch {torch.__version__} was compiled for {', '.join(torch.cuda.get_arch_list())}",
+            fix="install torch from its index for an older CUDA: https://download.pytorch.org/whl/cu126",
+        )
 
 
 def has_flash(q: Tensor) -> bool:
@@ -32,15 +60,13 @@ def has_flash(q: Tensor) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
         and hasattr(aten, "_flash_attention_forward")
-        and capability(q.device) >= NEEDS["flash"]
+        and capability(q.device) >= AMPERE
     )
 
 
 def take_newest(device: torch.device) -> None:
-    """Let torch compute by FlashAttention 3 from now on, where there are a card for it and its package. It has no
-    dropout.
-    """
-    if device.type != "cuda" or capability(device)[0] != HOPPER or find_spec("flash_attn_interface") is None:
+    """Let torch compute by FlashAttention 3, which has no dropout, where there are a card for it and its package."""
+    if device.type != "cuda" or capability(device) != HOPPER or find_spec("flash_attn_interface") is None:
         return
     from torch.nn import attention
 
@@ -50,7 +76,7 @@ def take_newest(device: torch.device) -> None:
 
 def has_flex(q: Tensor) -> bool:
     """Whether FlexAttention is one kernel: inside torch.compile, for tensor cores that Triton knows well."""
-    return torch.compiler.is_compiling() and q.is_cuda and capability(q.device) >= NEEDS["flex"]
+    return torch.compiler.is_compiling() and q.is_cuda and capability(q.device) >= AMPERE
 
 
 def attend_capped(
@@ -121,11 +147,10 @@ def attend_cache(
     """
     rows, places = k_RPGD.shape[:2]
     starts_N = torch.arange(rows + 1, dtype=torch.int32, device=q_TAD.device) * places
-    reach = window - 1  # -1 is everything
     return aten._flash_attention_forward(
         *(q_TAD, k_RPGD.flatten(0, 1), v_RPGD.flatten(0, 1), bounds_N, starts_N, longest, most_seen),
         *(0.0, not window, False),  # no dropout, causal, no mask to look at
-        window_size_left=reach,
+        window_size_left=window - 1,  # -1 is everything
         window_size_right=0,
         seqused_k=seen_R,
     )[0]

@@ -40,12 +40,11 @@ from torch.nn import functional as F
 from .attention import Documents, Mask, knows_windows, scaled_dot_product
 from .config import TransformerConfig
 from .layers import Block
-from .pattern import AttentionPattern
+from .transformer import AttentionPattern
 
 
 def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int = 0) -> Tensor:
-    """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries
-    sees.
+    """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
 
     The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of
     two blocks that are nearest or in order are corners.
@@ -214,14 +213,11 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
 
 def windowed(config: TransformerConfig, blocks: nn.ModuleDict) -> dict[str, nn.Module]:
     """Those of the blocks that see a part of the sequence."""
-    return {layer: block for layer, block in blocks.items() if config.pattern_of(int(layer))}
+    return {layer: block for layer, block in blocks.items() if config.kind_of(int(layer)) == "l"}
 
 
-def apply_pattern(
-    blocks: nn.ModuleDict | Mapping[str, nn.Module], pattern: AttentionPattern, causal: bool
-) -> None:
+def apply_pattern(blocks: Mapping[str, nn.Module], pattern: AttentionPattern, causal: bool) -> None:
     """Let blocks, by their layer, attend by the pattern: their weights, names and inputs stay what they are."""
     for layer, block in blocks.items():
-        cast(Block, block).attention.attend = make_attend(
-            pattern, causal, int(layer) if pattern.random_blocks else 0
-        )
+        number = int(layer) if pattern.random_blocks else 0
+        cast(Block, block).attention.attend = make_attend(pattern, causal, number)

@@ -1,13 +1,16 @@
-"""BERT: a bidirectional encoder with a masked-LM head and a next-sentence head.
+"""BERT: a bidirectional encoder with a masked-LM head and a next-sentence head, or with a fine-tuned one.
 
 Post-norm as published by default; `norm_first` gives the pre-norm order of Megatron's BERT. The config's fields make
 it a RoBERTa, a DistilBERT, an ELECTRA or a ModernBERT. The masked-LM head works on any selection of positions, so that
 training pays for logits only where there is a target.
 
-Shape letters: B batch, S positions, W width, N selected positions, V vocabulary.
+Shape letters: B batch, S positions, W width, N selected positions, V vocabulary, L labels.
 """
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +47,8 @@ class BERT(nn.Module):
             self.blocks["0"].attention_norm = nn.Identity()  # it reads what is normed
         if (pattern := config.attention_pattern) is not None:
             apply_pattern(windowed(config, self.blocks), pattern, causal=False)
-        self.norm = make_norm(
-            config, table
-        )  # after the embeddings (post-norm) or the last block (norm_first)
+        # after the embeddings (post-norm) or the last block (norm_first)
+        self.norm = make_norm(config, table)
         self.mlm_transform = nn.Linear(width, table, bias=config.bias) if config.mlm_transform else None
         self.mlm_norm = make_norm(config, table) if config.mlm_transform else None
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
@@ -73,9 +75,8 @@ class BERT(nn.Module):
 
         `token_types` (B, S): sentence A (0, when absent, and for a model of one type) or B (1).
         `attention_mask` (B, S) bool: True for real tokens. `positions` (B, S): 0, 1, 2, ... when absent.
-        `document_ids` (B, S): tokens of a packed row see only their own document. `document_bounds` (N +
-        1,): the same for documents that are runs of tokens, see `Documents`, without a dense mask; padding
-        is a document of its own.
+        `document_ids` (B, S): tokens of a packed row see only their own document. `document_bounds` (N + 1,): the same
+        for runs of tokens (`Documents`), without a dense mask; padding is a document of its own.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -153,3 +154,69 @@ class BERT(nn.Module):
             return None
         bent = torch.tanh if self.config.pooler == "tanh" else activation_function(self.config.pooler)
         return bent(self.pooler(first_BW))
+
+
+HeadKind = Literal["sequence-classification", "token-classification", "question-answering", "embedding"]
+KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+SPAN_LABELS = ("start", "end")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A fine-tuned head: its kind, and the name of each of its outputs (for a span `start` and `end`).
+
+    The kinds and the ends of their Hugging Face classes, which `models/huggingface.py` reads and writes:
+
+        sequence-classification   pooled [CLS] -> (B, L)     ForSequenceClassification
+        token-classification      every token  -> (B, S, L)  ForTokenClassification
+        question-answering        every token  -> (B, S, 2)  ForQuestionAnswering: logits of start and end
+        embedding                 none: the encoder alone    Model, as sentence-transformers, BGE and E5 write it
+    """
+
+    kind: HeadKind
+    labels: tuple[str, ...] = SPAN_LABELS
+
+
+class BERTWithHead(nn.Module):
+    """`model(ids, token_types, attention_mask)` gives the head's logits.
+
+    `encoder` is a BERT without its pretraining heads; it has a pooler only under sequence classification. `output` is
+    the head's one matrix, None where there is no head. Parameters are torch's defaults until `build_with_head` or a
+    directory fills them.
+    """
+
+    def __init__(self, config: BERTConfig, head: Head) -> None:
+        super().__init__()
+        pooled = head.kind == "sequence-classification"
+        self.config = config = dataclasses.replace(config, nsp=pooled)
+        self.head = head
+        self.encoder = BERT(config)
+        self.encoder.mlm_bias = self.encoder.nsp = None
+        if config.pooler != "features" or head.kind == "embedding":
+            self.encoder.mlm_transform = self.encoder.mlm_norm = None
+        self.output = nn.Linear(config.width, len(head.labels)) if head.labels else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Ids (B, S), and what `BERT.hidden` takes -> logits (B, L), or (B, S, L) for the heads on tokens."""
+        hidden_BSW = self.encoder.hidden(input_ids, token_types, attention_mask, positions, document_ids)
+        return self.classify(hidden_BSW)
+
+    def classify(self, hidden_BSW: Tensor) -> Tensor:
+        """The encoder's output (B, S, W) -> the logits; the same without a head."""
+        if self.output is None:
+            return hidden_BSW
+        features = hidden_BSW[:, 0] if self.head.kind == "sequence-classification" else hidden_BSW
+        if self.config.pooler == "features":
+            features = self.encoder.mlm_features(features)
+        elif self.head.kind == "sequence-classification":
+            pooled = self.encoder.pooled(features)  # (B, W)
+            assert pooled is not None, "built with a pooler"
+            features = pooled
+        return self.output(F.dropout(features, self.config.dropout, self.training))

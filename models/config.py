@@ -1,14 +1,18 @@
 """Shapes of the models: what a GPT or a BERT is made of, how many parameters it has and what a token costs.
 
-No torch here: recipes, the planner and `throughline show` read these on any machine. The counts are tested
-against the built models and against the published ones.
+No torch here: recipes, the planner and `throughline show` read these on any machine. The counts are tested against the
+built models and against the published ones. Named shapes and their sources are in `presets.toml`.
 """
 
 import dataclasses
+import tomllib
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import cache
+from importlib.resources import files
+from typing import Any, ClassVar, Literal
 
-from .transformer import TransformerConfig
+from ..core.errors import WrongUse, did_you_mean
+from .transformer import TransformerConfig, listed
 
 
 @dataclass(frozen=True)
@@ -20,23 +24,18 @@ class GPTConfig(TransformerConfig):
     """
 
     tied: bool = True  # the output matrix is the token table
-    linear_bias: Literal["usual", "qkv", "attention", "mlp"] = (
-        "usual"  # where, if not everywhere as `bias` says
-    )
-    qk_norm: Literal["none", "head", "whole"] = (
-        "none"  # RMS norm of each query and key head, or of all together
-    )
+    # where there are biases, if not everywhere as `bias` says
+    linear_bias: Literal["usual", "qkv", "attention", "mlp"] = "usual"
+    qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of each query and key head, or of all
     query_scalar: float = 0.0  # scores are divided by its root; 0: by that of the head width
     norm_place: Literal["before", "after", "around"] = "before"  # of each branch: its input, its result, both
     norm_from_one: bool = False  # RMS norms scale by 1 + weight
-    residual: Literal["sequential", "parallel", "shared"] = "sequential"  # parallel: both branches read the
-    # block's input, each through a norm of its own, or through a shared one
+    # parallel: both branches read the block's input, each through a norm of its own; shared: through one
+    residual: Literal["sequential", "parallel", "shared"] = "sequential"
     scaled_embeddings: bool = False  # by the root of the width
     attention_softcap: float = 0.0  # scores x become c tanh(x / c); 0: they stay
     logit_softcap: float = 0.0
-    experts: int = (
-        0  # feed-forwards of which a token goes through a few, see models/experts.py; 0: one, dense
-    )
+    experts: int = 0  # feed-forwards of which a token goes through a few (models/experts.py); 0: a dense one
     experts_per_token: int = 2
     expert_width: int = 0  # of each; 0: `mlp_width`
     shared_experts: int = 0  # that every token goes through besides, as one of so many times the width
@@ -67,18 +66,20 @@ class GPTConfig(TransformerConfig):
         problems = super().validate()
         if problems:
             return problems
-        if self.query_scalar < 0:
-            problems.append(f"query_scalar is {self.query_scalar}; it must be 0 or more")
-        if self.output_bias and self.tied:
-            problems.append("output_bias is that of an output matrix, and with tied there is none")
-        if (self.qk_norm != "none" or self.norm_from_one) and self.norm != "rmsnorm":
-            problems.append(f"qk_norm and norm_from_one are of RMS norms, and norm is {self.norm}")
-        if self.residual != "sequential" and self.norm_place != "before":
-            problems.append(f"a {self.residual} residual has its norms before the branches")
-        if min(self.attention_softcap, self.logit_softcap) < 0:
-            problems.append("attention_softcap and logit_softcap must be 0 (off) or above")
-        if self.attention_softcap and self.dropout:
-            problems.append("attention_softcap has no kernel with dropout")
+        rms_only = self.qk_norm != "none" or self.norm_from_one
+        parallel = self.residual != "sequential" and self.norm_place != "before"
+        problems = self.below(0, "query_scalar", "attention_softcap", "logit_softcap") + listed(
+            (
+                self.output_bias and self.tied,
+                "output_bias is that of an output matrix: with tied there is none",
+            ),
+            (
+                rms_only and self.norm != "rmsnorm",
+                f"qk_norm and norm_from_one are of RMS norms, not {self.norm}",
+            ),
+            (parallel, f"a {self.residual} residual has its norms before the branches"),
+            (self.attention_softcap and self.dropout, "attention_softcap has no kernel with dropout"),
+        )
         return problems + self._expert_problems()
 
     def _expert_problems(self) -> list[str]:
@@ -87,26 +88,19 @@ class GPTConfig(TransformerConfig):
         if not self.experts:
             said = [name for name in names if getattr(self, name) != fields[name]]
             return [f"{name} is of experts, and there are none" for name in said]
-        numbers = [name for name in ("experts", *names) if not isinstance(fields[name], str | bool)]
-        problems = [
-            f"{name} is {getattr(self, name)}; it must be 0 or more"
-            for name in numbers
-            if getattr(self, name) < 0
-        ]
-        if not 1 <= self.experts_per_token <= self.experts:
-            problems.append(f"experts_per_token is {self.experts_per_token}; it must be 1 to {self.experts}")
+        numbers = [name for name in names if not isinstance(fields[name], str | bool)]
+        experts, each = self.experts, self.experts_per_token
         groups, chosen = max(self.router_groups, 1), self.router_groups_per_token
-        if self.experts % groups or not 1 <= chosen <= groups or self.experts < 2 * groups > 2:
-            problems.append(
-                f"{self.experts} experts cannot be {groups} groups of two and more, {chosen} for each token"
-            )
-        elif chosen * (self.experts // groups) < self.experts_per_token:
-            problems.append(f"{chosen} groups have fewer than {self.experts_per_token} experts for a token")
-        if self.expert_every < 1 or not self.expert_layers:
-            problems.append("dense_layers and expert_every leave no layer with experts")
-        if self.has_bias("mlp"):
-            problems.append("experts have no biases: set bias = false, or linear_bias")
-        return problems
+        uneven = experts % groups or not 1 <= chosen <= groups or experts < 2 * groups > 2
+        few = not uneven and chosen * (experts // groups) < each
+        no_layer = self.expert_every < 1 or not self.expert_layers
+        return self.below(0, "experts", *numbers) + listed(
+            (not 1 <= each <= experts, f"experts_per_token is {each}; it must be 1 to {experts}"),
+            (uneven, f"{experts} experts cannot be {groups} groups of two and more, {chosen} for each token"),
+            (few, f"{chosen} groups have fewer than {each} experts for a token"),
+            (no_layer, "dense_layers and expert_every leave no layer with experts"),
+            (self.has_bias("mlp"), "experts have no biases: set bias = false, or linear_bias"),
+        )
 
     def block_norm_parameters(self) -> int:
         norms = {"before": 2, "after": 2, "around": 4}[self.norm_place] - (self.residual == "shared")
@@ -166,10 +160,9 @@ class BERTConfig(TransformerConfig):
     mlm_transform: bool = True  # dense + activation + norm before the tied decoder
     relative_buckets: int = 0  # T5's position bias, shared by all layers, a number a bucket and head; 0: none
     relative_distance: int = 128  # distances beyond this share the last bucket
-    pooler: Literal["tanh", "relu", "gelu", "features"] = (
-        "tanh"  # what becomes of [CLS] in it before a label is
-    )
-    # read off; features: every label is read off what the MLM transform and its norm make of the encoder's output
+    # what becomes of [CLS] in it before a label is read off; features: every label is read off what the MLM transform
+    # and its norm make of the encoder's output
+    pooler: Literal["tanh", "relu", "gelu", "features"] = "tanh"
     embedding_width: int = 0  # of the tables; 0: `width`; another is brought to it by a matrix (ELECTRA)
     plain_positions: ClassVar[tuple[str, ...]] = ("learned",)
 
@@ -185,29 +178,23 @@ class BERTConfig(TransformerConfig):
     def validate(self) -> list[str]:
         if problems := super().validate():
             return problems
-        if self.embedding_norm and not self.norm_first:
-            problems.append("embedding_norm is for norm_first: a post-norm encoder has that norm anyway")
-        if self.embedding_width < 0 or (self.embedding_width and (self.norm_first or not self.mlm_transform)):
-            problems.append("embedding_width is that of a post-norm encoder with an MLM transform, or 0")
-        if self.pooler == "features" and not self.mlm_transform:
-            problems.append("pooler = features reads the MLM transform, and there is none")
-        if self.pooler == "gelu" != self.activation:
-            problems.append(f"pooler = gelu goes with activation = gelu, and it is {self.activation}")
-        if self.nsp and self.pooler != "tanh":
-            problems.append(f"the next-sentence head has a tanh; with pooler = {self.pooler} set nsp = false")
-        if self.positions == "alibi":
-            problems.append("positions = alibi look back; an encoder has learned or rotary ones")
-        if self.token_types < 0:
-            problems.append(f"token_types is {self.token_types}; it must be 0 or more")
-        if self.relative_buckets and (self.relative_buckets < 4 or self.relative_buckets % 2):
-            problems.append(
-                f"relative_buckets is {self.relative_buckets}; it must be 0 or an even number from 4 on"
-            )
-        elif self.relative_buckets and self.relative_distance <= self.relative_buckets // 4:
-            problems.append(
-                f"relative_distance is {self.relative_distance}; it must be above relative_buckets / 4"
-            )
-        return problems
+        buckets, distance, pooler = self.relative_buckets, self.relative_distance, self.pooler
+        normed_twice = self.embedding_norm and not self.norm_first
+        projected = self.embedding_width and (self.norm_first or not self.mlm_transform)
+        untransformed = pooler == "features" and not self.mlm_transform
+        unlike = pooler == "gelu" != self.activation
+        bad_buckets = buckets % 2 or 0 < buckets < 4
+        near = buckets and distance <= buckets // 4
+        return self.below(0, "embedding_width", "token_types", "relative_buckets") + listed(
+            (normed_twice, "embedding_norm is for norm_first: a post-norm encoder has that norm anyway"),
+            (projected, "embedding_width is that of a post-norm encoder with an MLM transform, or 0"),
+            (untransformed, "pooler = features reads the MLM transform, and there is none"),
+            (unlike, f"pooler = gelu goes with activation = gelu, and it is {self.activation}"),
+            (self.nsp and pooler != "tanh", f"the next-sentence head has a tanh; {pooler} needs nsp = false"),
+            (self.positions == "alibi", "positions = alibi look back; an encoder has learned or rotary ones"),
+            (bad_buckets, f"relative_buckets is {buckets}; it must be 0 or an even number from 4 on"),
+            (near, f"relative_distance is {distance}; it must be above relative_buckets / 4"),
+        )
 
     def parameter_count(self) -> int:
         """Parameters of the built model, heads included; the decoder is the token table and counts once."""
@@ -248,3 +235,26 @@ FAMILIES: dict[str, type[GPTConfig] | type[BERTConfig]] = {"gpt": GPTConfig, "be
 def family_of(config: ModelConfig) -> str:
     """`gpt` or `bert`, as written in a checkpoint's `model.json`."""
     return "gpt" if isinstance(config, GPTConfig) else "bert"
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
+
+
+def preset_names(family: str | None = None) -> list[str]:
+    """All names of presets, in the order of the file; with `family` ("gpt" or "bert") only its own."""
+    return [name for name, fields in _presets().items() if family in (None, fields["family"])]
+
+
+def preset(name: str, **overrides: Any) -> ModelConfig:
+    """The shape of that name, with some of its fields replaced.
+
+    Raises `WrongUse` for an unknown name (with the nearest ones), an unknown field, or a shape that cannot be built.
+    """
+    table = _presets()
+    if name not in table:
+        fix = did_you_mean(name, table, "the presets are: " + ", ".join(table), limit=3)
+        raise WrongUse(f"there is no preset {name!r}", where="models/presets.toml", fix=fix)
+    family = FAMILIES[table[name]["family"]]
+    return family.from_dict({key: x for key, x in table[name].items() if key != "family"} | overrides)

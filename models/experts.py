@@ -57,9 +57,8 @@ class RoutedFeedForward(nn.Module):
             routing = self.watch(routing, len(x_BSW))
         chosen_M = routing.chosen_NK.flatten()
         order_M = chosen_M.argsort(stable=True)
-        place_M = torch.empty_like(order_M).scatter_(
-            0, order_M, torch.arange(len(order_M), device=x_NW.device)
-        )
+        places_M = torch.arange(len(order_M), device=x_NW.device)
+        place_M = torch.empty_like(order_M).scatter_(0, order_M, places_M)
         counts_E = torch.bincount(chosen_M, minlength=self.config.experts)
         copies = routing.chosen_NK.shape[1]
         sorted_MW = _Taken.apply(x_NW, order_M // copies, place_M, copies)
@@ -109,9 +108,8 @@ class Experts(nn.Module):
         matrices = (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
         if x_MW.is_cuda and x_MW.dtype == torch.bfloat16:
             ends = counts_E.cumsum(0, dtype=torch.int32)
-            return self._answers(
-                x_MW, *matrices, product=lambda x, weight: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-            )
+            grouped = lambda x, weight: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)  # noqa: E731
+            return self._answers(x_MW, *matrices, product=grouped)
         each = zip(x_MW.split(counts_E.tolist()), *(matrix.unbind() for matrix in matrices))
         return torch.cat([self._of_one(*given) for given in each])
 

@@ -46,10 +46,7 @@ class GPT(nn.Module):
         self.product: Callable[..., Tensor] = F.linear  # of the head
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        self, input_ids: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         """Ids (B, S) -> logits (B, S, V)."""
         return self.head(self.hidden(input_ids, positions, document_ids))
@@ -63,9 +60,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W), the final norm included.
 
-        `positions` (B, S): where each token stands; 0, 1, 2, ... when absent. `document_ids` (B, S): tokens
-        see only their own document. `document_bounds` (N + 1,): the same for documents that are runs of tokens,
-        see `Documents`, without a dense mask.
+        `positions` (B, S): where each token stands; 0, 1, 2, ... when absent. `document_ids` (B, S): tokens see only
+        their own document. `document_bounds` (N + 1,): the same for runs of tokens (`Documents`), without a dense mask.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -76,9 +72,8 @@ class GPT(nn.Module):
         """Ids (B, S) and positions (S,) or (B, S) -> (B, S, W)."""
         x_BSW = self.token_table(input_ids)
         if self.config.scaled_embeddings:  # by a number of the model's dtype, as Gemma was trained
-            x_BSW = x_BSW * torch.full(
-                (), math.sqrt(self.config.width), dtype=x_BSW.dtype, device=x_BSW.device
-            )
+            scale = math.sqrt(self.config.width)
+            x_BSW = x_BSW * torch.full((), scale, dtype=x_BSW.dtype, device=x_BSW.device)
         if self.position_table is not None:
             places = positions + self.config.position_offset if self.config.position_offset else positions
             x_BSW = x_BSW + self.position_table(places)
@@ -99,14 +94,18 @@ class GPT(nn.Module):
         `mask` replaces the causal one, for rows of which this is only a part: (1 or B, 1, S, T), True where a
         token may look, or the documents that a context-parallel `attend` understands.
         """
+        length = positions.shape[-1]
         if document_ids is not None:
-            mask = causal_document_mask(document_ids)
+            same = document_ids[:, :, None] == document_ids[:, None, :]
+            mask = same.tril()[:, None]  # (B, 1, S, S): a token's own document, itself and before
         elif document_bounds is not None:
-            mask = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
-        if self.config.positions == "alibi":
-            mask = alibi(
-                self.config.heads, visible(mask, len(x_BSW), positions.shape[-1], x_BSW.device), x_BSW.dtype
-            )
+            mask = Documents(document_bounds, min(length, self.config.sequence_length))
+        if self.config.positions == "alibi":  # a bias of every score
+            if mask is None:
+                mask = torch.ones(length, length, dtype=torch.bool, device=x_BSW.device).tril()[None, None]
+            elif isinstance(mask, Documents):
+                mask = mask.mask(len(x_BSW), length, is_causal=True)
+            mask = alibi(self.config.heads, mask, x_BSW.dtype)
         tables = layer_tables(self.config, positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
         for layer, block in self.blocks.items():
@@ -126,20 +125,3 @@ class GPT(nn.Module):
     def output_bias(self) -> Tensor | None:
         """The bias (V,) of the head, if it has one."""
         return None if self.output is None else self.output.bias
-
-
-def causal_document_mask(document_ids: Tensor) -> Tensor:
-    """Ids (B, S) -> (B, 1, S, S), True where a token may look: its own document, itself and before."""
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    return same.tril()[:, None]
-
-
-def visible(mask: Mask | None, rows: int, length: int, device: torch.device) -> Tensor:
-    """What a decoder's mask says, as a dense one (1 or B, 1, S, P)."""
-    if isinstance(mask, Documents):
-        return mask.mask(rows, length, is_causal=True)
-    return (
-        torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
-        if mask is None
-        else mask
-    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +17,8 @@ THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
 WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width"}
-NOT_THEIRS = (
-    "huggingface",
-    "nsp",
-    "balance_loss",
-    "router_z_loss",
-    "balance_rate",
-)  # a run's own decisions, or told by the tensors
+# a run's own decisions, or told by the tensors
+NOT_THEIRS = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate")
 # our field and its usual value for each of theirs, by the kind of scaled rope
 SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
     "linear": {"factor": ("rope_factor", 1.0)},
@@ -51,7 +46,9 @@ WINDOWS = {  # the fields by which a family says which layers have a window
     "nope": ("no_rope_layers", "no_rope_layer_interval"),
     "near": ("local_attention", "layer_types", "global_attn_every_n_layers", "local_rope_theta"),
 }
-LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention"}
+LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention", "n": "full_attention"}
+OUR_TYPES = {"full_attention": "g", "sliding_attention": "l"}
+SOFTCAPS = ("attention_softcap", "logit_softcap")
 
 
 def describe(config: ModelConfig) -> tuple[Fields, ModelConfig]:
@@ -98,7 +95,18 @@ def _usual_sizes(fields: Fields) -> dict[str, int]:
 
 def _write(config: ModelConfig, kind: str) -> Fields:
     family = families()[kind]
-    fields = _written(config, family.fields, kind, family.architecture)
+    fields: Fields = {"architectures": [family.architecture], "model_type": kind}
+    for theirs, ours in family.fields.items():
+        value = getattr(config, WHOLE.get(ours, ours))
+        if ours == "activation":
+            value = ACTIVATIONS[value]
+        elif ours == "residual":
+            value = value == "parallel"
+        elif ours in SOFTCAPS:
+            value = value or None
+        elif ours in ("query_scalar", "rope_width"):
+            value = value or config.head_size
+        fields[theirs] = value
     fields |= {name: values[0] for name, values in family.must.items()}
     fields |= dict.fromkeys(family.dropouts, config.dropout)
     if kind == "bert" and isinstance(config, BERTConfig) and config.nsp:
@@ -110,37 +118,18 @@ def _write(config: ModelConfig, kind: str) -> Fields:
         fields["max_position_embeddings"] += config.position_offset
     if family.biased:
         fields[family.biased] = config.has_bias("qkv")
-    if "sliding_window" in WINDOWS[family.windows]:
-        fields["sliding_window"] = config.attention_window or None
-    if "use_sliding_window" in WINDOWS[family.windows]:
-        fields["use_sliding_window"] = config.attention_window > 0
-        fields["max_window_layers"] = config.layers - config.windowed_layers
-    if "layer_types" in WINDOWS[family.windows]:
-        fields["layer_types"] = [
-            LAYER_TYPES.get(config.kind_of(i), "full_attention") for i in range(config.layers)
-        ]
-    if family.windows == "near":
-        fields["local_attention"] = 2 * (config.attention_window - 1)
-    if family.windows == "nope":
-        fields["no_rope_layers"] = [int(config.kind_of(layer) != "n") for layer in range(config.layers)]
+    letters = [config.kind_of(layer) for layer in range(config.layers)]
+    windows: Fields = {
+        "sliding_window": config.attention_window or None,
+        "use_sliding_window": config.attention_window > 0,
+        "max_window_layers": config.layers - config.windowed_layers,
+        "layer_types": [LAYER_TYPES[letter] for letter in letters],
+        "local_attention": 2 * (config.attention_window - 1),
+        "no_rope_layers": [int(letter != "n") for letter in letters],
+    }
+    fields |= {name: windows[name] for name in WINDOWS[family.windows] if name in windows}
     if config.positions == "rotary" and family.theta[0]:
         fields |= _write_rope(config, family)
-    return fields
-
-
-def _written(config: ModelConfig, table: Mapping[str, str], kind: str, architecture: str) -> Fields:
-    fields: Fields = {"architectures": [architecture], "model_type": kind}
-    for theirs, ours in table.items():
-        value = getattr(config, WHOLE.get(ours, ours))
-        if ours == "activation":
-            value = ACTIVATIONS[value]
-        elif ours == "residual":
-            value = value == "parallel"
-        elif ours in ("attention_softcap", "logit_softcap"):
-            value = value or None
-        elif ours in ("query_scalar", "rope_width"):
-            value = value or config.head_size
-        fields[theirs] = value
     return fields
 
 
@@ -181,9 +170,8 @@ def read_config(fields: Fields, state: Mapping[str, Tensor], where: str) -> Mode
     except (TypeError, ValueError, AttributeError) as error:
         raise Failed("config.json holds a value of the wrong kind", where=where, why=str(error)) from error
     if problems := config.validate():
-        raise Failed(
-            "config.json describes a model that cannot be built", where=where, why="\n".join(problems)
-        )
+        what = "config.json describes a model that cannot be built"
+        raise Failed(what, where=where, why="\n".join(problems))
     if family_of_shape(config) != kind:
         config = dataclasses.replace(config, huggingface=kind)
     return config
@@ -194,23 +182,16 @@ def unlike_ours(where: str, why: str) -> Refused:
     return Refused("this model uses something that ours do not have", where=where, why=why)
 
 
-def _refuse_others(
-    fields: Fields, where: str, known: Collection[str], must: Mapping[str, Collection[Any]]
-) -> None:
-    """Refuse, by name, what is set and not known, and what is known and cannot be."""
+def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
+    must = family.must | {"add_cross_attention": (False,)}
+    known = {*family.fields, *must, *family.ignored, *ignored(), *WINDOWS[family.windows], *family.dropouts}
+    known |= {family.biased, family.theta[0], family.part[0], "rope_parameters", "rope_scaling"}
     for name, value in fields.items():
         if name in must and value is not None and value not in must[name]:
             raise unlike_ours(where, f"{name} = {value!r}")
-        if name not in known and name not in ignored() and value is not None:
+        if name not in known and value is not None:
             raise unlike_ours(where, f"{name} = {value!r}, a field that may change the numbers")
-
-
-def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
-    known = {*family.fields, *family.must, *family.ignored, *WINDOWS[family.windows], family.biased}
-    known |= {family.theta[0], family.part[0], *family.dropouts, "rope_parameters", "rope_scaling"}
-    known |= {"add_cross_attention"}
-    _refuse_others(fields, where, known, family.must | {"add_cross_attention": (False,)})
-    found = family.shape | _read_table(fields, where, family.fields, family.usual)
+    found = family.shape | _read_table(fields, where, family)
     if family.biased:
         biased, usual = fields.get(family.biased, found.get("bias", True)), found.get("bias", True)
         if biased is not None and biased != usual:
@@ -231,10 +212,10 @@ def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
     return GPTConfig(**found)
 
 
-def _read_table(fields: Fields, where: str, table: Mapping[str, str], usual: Fields) -> Fields:
+def _read_table(fields: Fields, where: str, family: Family) -> Fields:
     """Our fields; a size that is the usual one or absent is 0, so that a shape has one way to be written."""
-    found: Fields = {}
-    for theirs, ours in table.items():
+    found, usual = Fields(), family.usual
+    for theirs, ours in family.fields.items():
         value = fields.get(theirs, usual.get(theirs)) if theirs in usual or ours in found else fields[theirs]
         if ours == "activation":
             if value not in THEIR_ACTIVATIONS:
@@ -242,7 +223,7 @@ def _read_table(fields: Fields, where: str, table: Mapping[str, str], usual: Fie
             value = THEIR_ACTIVATIONS[value]
         elif ours == "residual":
             value = "parallel" if value else "sequential"
-        elif ours in ("attention_softcap", "logit_softcap"):
+        elif ours in SOFTCAPS:
             value = value or 0.0
         if found.get(ours) is None:
             found[ours] = value
@@ -311,7 +292,7 @@ def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
             turn = fields.get("sliding_window_pattern", 6) if style == "bases" else 2
             letters = ["l" if (layer + 1) % turn else "g" for layer in range(layers)]
         if types is not None:
-            letters = [{theirs: ours for ours, theirs in LAYER_TYPES.items()}[kind] for kind in types]
+            letters = [OUR_TYPES[kind] for kind in types]
     if not window or style == "nope":
         letters = ["g" if letter == "l" else letter for letter in letters]
     near = "l" in letters

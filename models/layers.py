@@ -107,11 +107,7 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
-        self,
-        x_BSW: Tensor,
-        mask: Mask | None = None,
-        is_causal: bool = False,
-        rotary: Rotary | None = None,
+        self, x_BSW: Tensor, mask: Mask | None = None, is_causal: bool = False, rotary: Rotary | None = None
     ) -> Tensor:
         """(B, S, W) -> (B, S, W)."""
         q, k, v = self.project(x_BSW)
@@ -189,11 +185,7 @@ class Block(nn.Module):
             self.mlp_after_norm = make_norm(config)
 
     def forward(
-        self,
-        x_BSW: Tensor,
-        mask: Mask | None = None,
-        is_causal: bool = False,
-        rotary: Rotary | None = None,
+        self, x_BSW: Tensor, mask: Mask | None = None, is_causal: bool = False, rotary: Rotary | None = None
     ) -> Tensor:
         how = (mask, is_causal, rotary)
         if self.way == "before":

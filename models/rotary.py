@@ -99,9 +99,8 @@ def alibi(heads: int, visible: Tensor, dtype: torch.dtype) -> Tensor:
 
     A slope times the key's place: a softmax over a row does not see that the query's place is left out.
     """
-    whole = 2 ** math.floor(
-        math.log2(heads)
-    )  # the slopes of a power of two, and every second one of the next
+    # the slopes of a power of two, and every second one of the next
+    whole = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
     slopes += [2.0 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
     places = torch.arange(visible.shape[-1], device=visible.device)

@@ -81,9 +81,8 @@ class Sentence:
         """The files, as sentence-transformers, TEI and vLLM read them too."""
         places = ["", "1_Pooling", "2_Normalize"][: 2 + self.normalised]
         kinds = [f"sentence_transformers.models.{kind}" for kind in ("Transformer", "Pooling", "Normalize")]
-        modes = {
-            f"pooling_mode_{mode}": POOLINGS[mode] == self.pooling for mode in ("cls_token", "mean_tokens")
-        }
+        tokens = ("cls_token", "mean_tokens")
+        modes = {f"pooling_mode_{mode}": POOLINGS[mode] == self.pooling for mode in tokens}
         texts = {"max_seq_length": self.context(context), "do_lower_case": self.lowercase}
         chosen = next((name for name, text in self.prompts.items() if text == self.prompt), "default")
         prompts = self.prompts | ({chosen: self.prompt} if self.prompt else {})

@@ -1,7 +1,7 @@
-"""What the shapes of a GPT and of a BERT share; `config.py` has both. No torch here.
+"""What the shapes of a GPT and of a BERT share (`config.py` has both): fields, checks, counts, patterns of attention.
 
-Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-forward width, V vocabulary, S
-sequence.
+No torch here. Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-forward width, V
+vocabulary, S sequence.
 """
 
 import dataclasses
@@ -10,40 +10,117 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from ..core.errors import WrongUse, did_you_mean
-from .pattern import AttentionPattern
+
+
+def listed(*checks: tuple[Any, str]) -> list[str]:
+    """The texts of what is wrong."""
+    return [text for wrong, text in checks if wrong]
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Which tokens see which, in tokens and blocks; the table in `attention_patterns.py` says how."""
+
+    kind: Literal["sliding", "fixed"] = "sliding"
+    window: int = (
+        512  # tokens: how far a sliding one reaches (an encoder's both ways), a fixed stretch's length
+    )
+    block: int = 256  # tokens handled together
+    global_blocks: int = 0  # blocks that every token sees
+    random_blocks: int = 0  # sliding: blocks beyond the window that each block sees, others in each layer
+
+    def validate(self) -> list[str]:
+        """Everything that is wrong with it, one sentence each."""
+        if self.window < 1 or self.block < 1 or min(self.global_blocks, self.random_blocks) < 0:
+            return ["attention_window and attention_block must be 1 or more, global and random blocks 0"]
+        if self.kind == "sliding":
+            return []
+        window, block, blocks = self.window, self.block, self.global_blocks
+        return listed(
+            (
+                self.random_blocks > 0,
+                "attention_random_blocks belong to a sliding window, not to a fixed one",
+            ),
+            (
+                window % block > 0,
+                f"a fixed window of {window} tokens is no whole number of blocks of {block}",
+            ),
+            (
+                blocks * block > window,
+                f"{blocks} global blocks of {block} do not fit in a window of {window}",
+            ),
+        )
+
+    @property
+    def is_band(self) -> bool:
+        """Whether a token sees those less than `window` away and no others."""
+        return self.kind == "sliding" and not self.global_blocks and not self.random_blocks
+
+    def sees(self, queries: Any, keys: Any, causal: bool, length: int = 0, layer: int = 0) -> Any:
+        """Whether the token at each query position sees the one at each key position: int arrays or tensors, broadcast.
+
+        `length` of the sequence and `layer` matter to random blocks alone, the length only when bidirectional.
+        """
+        wide = self.global_blocks * self.block
+        if self.kind == "sliding":
+            seen = (abs(queries - keys) < self.window) | (keys < wide) | (queries < wide)
+            for draw in range(self.random_blocks):
+                drawn = self._drawn(queries // self.block, draw, causal, length, layer)
+                seen = seen | (keys // self.block == drawn)
+        else:
+            seen = queries // self.window == keys // self.window
+            seen = seen | (keys % self.window >= self.window - wide)
+        return seen & (keys <= queries) if causal else seen
+
+    def _drawn(self, rows: Any, draw: int, causal: bool, length: int, layer: int) -> Any:
+        """The block that each block of queries draws, -1 where nothing is left to draw from.
+
+        What lies beyond the window and the global blocks is cut into as many stretches as there are draws,
+        and each draw takes one block of its stretch: none twice. A function of (layer, row, draw), the same
+        for all heads.
+        """
+        reach = (self.window + self.block - 2) // self.block  # blocks of the window on each side
+        left = (rows - reach - self.global_blocks) * (rows > reach + self.global_blocks)
+        blocks = -(-length // self.block)
+        right = 0 * rows if causal else (blocks - 1 - rows - reach) * (rows + reach < blocks)
+        first = (left + right) * draw // self.random_blocks
+        room = (left + right) * (draw + 1) // self.random_blocks - first
+        number = rows + 1
+        for salt in (
+            draw + 1,
+            layer + 1,
+            1,
+            1,
+        ):  # Park and Miller's generator, something new mixed in each time
+            number = (number * 48271 + salt * 69621) % 2147483647
+        taken = first + number // 8 % (room + (room == 0))
+        block = self.global_blocks + taken + (taken >= left) * (rows + reach + 1 - left - self.global_blocks)
+        return block * (room > 0) - (room == 0) * 1
+
+    def widest(self, length: int) -> int:
+        """Columns of the band that is left of a (length, length) square; global tokens count as one stripe."""
+        return min(length, 2 * self.window + (self.global_blocks + self.random_blocks) * self.block)
+
 
 # fields of a GPT-2, a Llama or a BERT among those that come late, and one that shapes nothing
-PLAIN = (
-    "huggingface",
-    "tied",
-    "norm_first",
-    "token_types",
-    "nsp",
-    "mlm_transform",
-    "relative_buckets",
-    "relative_distance",
-)
+PLAIN: tuple[str, ...] = ("huggingface", "tied", "norm_first", "token_types", "nsp", "mlm_transform")
+PLAIN += ("relative_buckets", "relative_distance")
 SHAPING = ("attention_kind", "attention_block", "attention_global_blocks", "attention_random_blocks")
 
 
 def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
     """What is wrong with the kind of a field's value, "" if nothing: no "12" for 12, no 1 for true, no inf."""
     if allowed := get_args(field.type):
-        return (
-            "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
-        )
-    if field.type is bool:
-        right, wanted = isinstance(value, bool), "true or false"
+        wanted, right = f"one of {', '.join(allowed)}", value in allowed
+    elif field.type is bool:
+        wanted, right = "true or false", isinstance(value, bool)
     elif field.type is str:
-        right, wanted = isinstance(value, str), "a text"
+        wanted, right = "a text", isinstance(value, str)
     else:
         whole = field.type is int
-        right = (
-            isinstance(value, int if whole else int | float)
-            and not isinstance(value, bool)
-            and abs(value) < float("inf")
-        )
         wanted = "a whole number" if whole else "a number"
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        right = right and abs(value) < float("inf")
     return "" if right else f"{field.name} is {value!r}; it must be {wanted}"
 
 
@@ -78,21 +155,16 @@ class TransformerConfig:
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"  # `rotary.frequencies`
     rope_factor: float = 1.0
     rope_original_length: int = 0  # the sequence length before scaling; 0: `sequence_length`
-    rope_low: float = (
-        1.0  # turns in the original length: below, llama3 and yarn divide a frequency by the factor
-    )
-    rope_high: float = 4.0  # and above, they leave it as it is
+    # turns in the original length below which llama3 and yarn divide a frequency by the factor
+    rope_low: float = 1.0
+    rope_high: float = 4.0  # and above which they leave it as it is
     rope_magnitude: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(rope_factor) + 1
     rope_local_theta: float = 0.0  # of layers with a window, unscaled there; 0: as in the others
     # a letter for each layer, repeated: l has the attention window, g sees all, n sees all and turns nothing
     layer_pattern: str = ""
     embedding_norm: bool = False  # the embeddings have a norm of their own: BLOOM, ModernBERT
-    output_bias: bool = (
-        False  # of the output matrix, untied in a decoder; an encoder with biases has it anyway
-    )
-    huggingface: str = (
-        ""  # model_type there that it is written as, where its shape has several; "": the first
-    )
+    output_bias: bool = False  # of an untied output matrix; an encoder with biases has it anyway
+    huggingface: str = ""  # model_type there that it is written as, of several with its shape; "": the first
     plain_positions: ClassVar[tuple[str, ...]] = ("learned", "rotary")  # of what is not `beyond`
 
     @property
@@ -112,10 +184,8 @@ class TransformerConfig:
         """What of the sequence a token sees where it does not see all of it; None: it sees all in every layer."""
         if not self.attention_window:
             return None
-        kind, window, block = self.attention_kind, self.attention_window, self.attention_block
-        return AttentionPattern(
-            kind, window, block, self.attention_global_blocks, self.attention_random_blocks
-        )
+        blocks = self.attention_block, self.attention_global_blocks, self.attention_random_blocks
+        return AttentionPattern(self.attention_kind, self.attention_window, *blocks)
 
     def kind_of(self, layer: int) -> str:
         """The letter of a layer: `l`, `g` or `n`, see `layer_pattern`."""
@@ -175,78 +245,59 @@ class TransformerConfig:
 
     def validate(self) -> list[str]:
         """Everything that is wrong with this shape, one sentence each; empty when it can be built."""
-        if problems := [
-            text
-            for field in dataclasses.fields(self)
-            if (text := _wrong_kind(field, getattr(self, field.name)))
-        ]:
+        fields = dataclasses.fields(self)
+        wrong = [_wrong_kind(field, getattr(self, field.name)) for field in fields]
+        if problems := list(filter(None, wrong)):
             return problems
-        problems = [
-            f"{name} is {getattr(self, name)}; it must be at least 1"
-            for name in ("vocab_size", "sequence_length", "layers", "width", "heads")
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)}; it must be 0 (the usual size) or more"
-            for name in ("kv_heads", "head_width", "mlp_width")
-            if getattr(self, name) < 0
-        ]
-        if problems:
+        problems = self.below(1, "vocab_size", "sequence_length", "layers", "width", "heads")
+        if problems := problems + self.below(0, "kv_heads", "head_width", "mlp_width"):
             return problems
-        if not self.head_width and self.width % self.heads:
-            problems.append(f"width {self.width} is not a multiple of heads {self.heads} (or set head_width)")
-        if self.heads % self.key_value_heads:
-            problems.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout is {self.dropout}; it must be in [0, 1)")
-        if self.norm_epsilon <= 0:
-            problems.append(f"norm_epsilon is {self.norm_epsilon}; it must be above 0")
+        heads, kv_heads = self.heads, self.key_value_heads
+        ragged = not self.head_width and self.width % heads > 0
+        problems = listed(
+            (ragged, f"width {self.width} is not a multiple of heads {heads} (or set head_width)"),
+            (heads % kv_heads > 0, f"heads {heads} is not a multiple of kv_heads {kv_heads}"),
+            (not 0.0 <= self.dropout < 1.0, f"dropout is {self.dropout}; it must be in [0, 1)"),
+            (self.norm_epsilon <= 0, f"norm_epsilon is {self.norm_epsilon}; it must be above 0"),
+        )
         if (pattern := self.attention_pattern) is not None:
             problems += pattern.validate()
         else:
-            fields = (field for field in dataclasses.fields(self) if field.name in SHAPING)
-            shaping = [field.name for field in fields if getattr(self, field.name) != field.default]
-            problems += [
-                f"{name} shapes a pattern, and attention_window is 0: there is none" for name in shaping
-            ]
+            usual = {field.name: field.default for field in fields}
+            shaping = [name for name in SHAPING if getattr(self, name) != usual[name]]
+            problems += [f"{name} shapes a pattern, and attention_window is 0" for name in shaping]
         return problems + self._position_problems()
 
+    def below(self, least: int, *names: str) -> list[str]:
+        """What is wrong with those of these fields that are less."""
+        values = {name: getattr(self, name) for name in names}
+        return [f"{name} is {x}; it must be {least} or more" for name, x in values.items() if x < least]
+
     def _position_problems(self) -> list[str]:
-        problems = []
-        if self.positions == "rotary" and not self.rope_width and self.head_size % 2:
-            problems.append(f"rotary positions turn pairs of numbers; the head width {self.head_size} is odd")
-        if self.rope_width % 2 or not 0 <= self.rope_width <= self.head_size:
-            problems.append(f"rope_width is {self.rope_width}; it must be even and at most {self.head_size}")
-        problems += [
-            f"{name} is {getattr(self, name)}; it must be 0 or more"
-            for name in ("position_offset", "rope_original_length", "rope_magnitude")
-            if getattr(self, name) < 0
-        ]
-        if self.position_offset and self.positions != "learned":
-            problems.append("position_offset belongs to learned positions")
-        if min(self.rope_factor, self.rope_low) <= 0 or self.rope_high <= self.rope_low:
-            problems.append("rope_factor and rope_low must be above 0, and rope_high above rope_low")
-        if self.rope_scaling == "none" and self.rope_factor != 1.0:
-            problems.append(
-                f"rope_factor is {self.rope_factor}, and rope_scaling does not say what it scales"
-            )
-        if self.rope_scaling == "dynamic" and self.rotary_size <= 2:
-            problems.append("dynamic rope_scaling needs more than one pair of numbers to turn")
-        if stray := set(self.layer_pattern) - set("gln"):
-            problems.append(f"layer_pattern has {', '.join(sorted(stray))}; its letters are g, l and n")
-        elif self.layer_pattern and ("l" in self.layer_pattern) != (self.attention_window > 0):
-            problems.append("layers of kind l in layer_pattern and attention_window need each other")
-        elif "n" in self.layer_pattern and self.positions != "rotary":
-            problems.append(
-                "layers of kind n in layer_pattern leave out rotary positions, and there are none"
-            )
-        if self.rope_local_theta and self.attention_pattern is None:
-            problems.append("rope_local_theta is for layers with a window, and attention_window is 0")
-        if self.positions == "alibi" and self.attention_pattern is not None:
-            problems.append(
-                "positions = alibi are a bias of all scores, and attention_window leaves some out"
-            )
-        return problems
+        rotary, size, letters = self.positions == "rotary", self.head_size, set(self.layer_pattern)
+        windows, stray = self.attention_pattern is not None, sorted(letters - set("gln"))
+        learned, offset = self.positions == "learned", self.position_offset
+        odd = rotary and not self.rope_width and size % 2 > 0
+        bad_width = self.rope_width % 2 or not 0 <= self.rope_width <= size
+        alone = bool(letters) and ("l" in letters) != (self.attention_window > 0)
+        ordered = min(self.rope_factor, self.rope_low) > 0 and self.rope_high > self.rope_low
+        unscaled = self.rope_scaling == "none" and self.rope_factor != 1.0
+        narrow = self.rope_scaling == "dynamic" and self.rotary_size <= 2
+        no_window = self.rope_local_theta and not windows
+        unturned, alibi = "n" in letters and not rotary, self.positions == "alibi"
+        return self.below(0, "position_offset", "rope_original_length", "rope_magnitude") + listed(
+            (odd, f"rotary positions turn pairs of numbers; the head width {size} is odd"),
+            (bad_width, f"rope_width is {self.rope_width}; it must be even and at most {size}"),
+            (offset and not learned, "position_offset belongs to learned positions"),
+            (not ordered, "rope_factor and rope_low must be above 0, and rope_high above rope_low"),
+            (unscaled, f"rope_factor is {self.rope_factor}, and rope_scaling does not say what it scales"),
+            (narrow, "dynamic rope_scaling needs more than one pair of numbers to turn"),
+            (stray, f"layer_pattern has {', '.join(stray)}; its letters are g, l and n"),
+            (alone, "layers of kind l in layer_pattern and attention_window need each other"),
+            (unturned, "layers of kind n in layer_pattern leave out rotary positions, and there are none"),
+            (no_window, "rope_local_theta is for layers with a window, and attention_window is 0"),
+            (alibi and windows, "positions = alibi bias all scores, and attention_window leaves some out"),
+        )
 
     def parameter_count(self) -> int:
         raise NotImplementedError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.console import table
-from ..models.presets import preset
+from ..models.config import preset
 from ..planner.cost import step_seconds
 from ..planner.hardware import FITTED, Cluster, Constants, find_cluster
 from ..planner.memory import capacity_bytes, device_terms, needed_bytes

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import click
 import pytest
 from throughline.cli.main import main
+from throughline.models.config import preset
 from throughline.models.init import STD
-from throughline.models.presets import preset
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -14,7 +14,7 @@ import torch
 from ..core.artifact import input_record
 from ..core.console import amount, duration
 from ..core.errors import MissingExtra, WrongUse
-from ..data.options import DatasetOptions
+from ..data.dataset import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
 from ..planner.layout import ZERO_BUBBLE, Layout, require_world

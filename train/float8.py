@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import MissingExtra, WrongUse
-from ..models.capability import check_computes
+from ..models.attention_cuda import check_computes
 from .parallel.tensor import ColumnLinear, Product, RowLinear, Which
 
 

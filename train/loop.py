@@ -20,7 +20,7 @@ from ..core.console import amount, duration, progress, say
 from ..core.errors import EXIT_INTERRUPTED, Failed, Stopped
 from ..core.hardware import keep_freed_memory
 from ..core.recipe import recipe_hash
-from ..data.loader import Loader
+from ..data.dataset import Loader
 from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
 from .checkpoints.checkpoint import CheckpointWriter, restore

@@ -12,8 +12,7 @@ import torch
 from ..core.console import amount, warn
 from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
-from ..models.config import ModelConfig
-from ..models.presets import preset, preset_names
+from ..models.config import ModelConfig, preset, preset_names
 from ..planner.memory import IN_A_STEP, MOMENTS
 from .parallel.mesh import processes_here
 from .recipes.recipe import Recipe

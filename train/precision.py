@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import WrongUse
-from ..models.capability import check_computes
+from ..models.attention_cuda import check_computes
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit

@@ -93,9 +93,9 @@ def dedup(
 
 
 def _documents(
-    sources: list[Source], options: ReadOptions, label: str, counts: Counter[str]
+    sources: list[Source], options: ReadOptions, counts: Counter[str]
 ) -> Iterator[tuple[int, list[str]]]:
-    with progress(label, sum(source.bytes for source in sources) or None, "B") as bar:
+    with progress("hash", sum(source.bytes for source in sources) or None, "B") as bar:
         for number, source in enumerate(sources):
             for batch in read_unchanged(source, 0, None, options, counts, bar.advance):
                 counts["characters"] += sum(map(len, batch.texts))
@@ -111,7 +111,7 @@ def _hash_all(
     writers = {kind: _Buckets(scratch, kind) for kind in kinds}
     try:
         document = 0
-        for number, texts in _documents(sources, options, "hash", counts):
+        for number, texts in _documents(sources, options, counts):
             words = [text.split() for text in texts]
             digests = b"".join(hashlib.blake2b(" ".join(w).encode(), digest_size=16).digest() for w in words)
             records = np.empty(len(texts), RECORD)

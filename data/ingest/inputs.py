@@ -11,14 +11,8 @@ from ...core.console import warn
 from ...core.errors import WrongUse
 from ...core.files import read_json
 
-FORMATS = {
-    ".txt": "txt",
-    ".md": "txt",
-    ".text": "txt",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-}
+FORMATS = dict.fromkeys((".txt", ".md", ".text"), "txt") | dict.fromkeys((".jsonl", ".ndjson"), "jsonl")
+FORMATS |= {".parquet": "parquet"}
 NAMED = {
     ".json": "jsonl",
     ".csv": "table",
@@ -31,16 +25,14 @@ DATASET_PREFIX = "datasets:"
 
 @dataclass(frozen=True)
 class Source:
-    """One input: a file, or a dataset (`bytes` is its size, 0 when unknown; `modified_ns` its time of change,
-    0 for a dataset; `parts` the files of a streamed dataset, which can be read apart).
-    """
+    """One input: a file or a dataset."""
 
     path: str
-    bytes: int
-    modified_ns: int
+    bytes: int  # 0 when unknown
+    modified_ns: int  # 0 for a dataset
     format: Literal["txt", "jsonl", "table", "parquet", "dataset"]
     compression: Literal["", "gz", "bz2", "zst"] = ""
-    parts: int = 0
+    parts: int = 0  # files of a streamed dataset, which can be read apart
 
     @property
     def place(self) -> str:
@@ -64,13 +56,13 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     sources: list[Source] = []
     for name in inputs:
         if name.startswith(DATASET_PREFIX):
-            if not name.removeprefix(DATASET_PREFIX).partition(":")[0]:
+            local = name.removeprefix(DATASET_PREFIX)
+            if not local.partition(":")[0]:
                 fix = "write datasets:NAME or datasets:NAME:CONFIG"
                 raise WrongUse("no dataset is named", where=name, fix=fix)
-            if is_saved_dataset(local := name.removeprefix(DATASET_PREFIX)):
-                raise WrongUse(
-                    "a saved dataset is none of the hub", where=name, fix=f"name it as it is: {local}"
-                )
+            if is_saved_dataset(local):
+                fix = f"name it as it is: {local}"
+                raise WrongUse("a saved dataset is none of the hub", where=name, fix=fix)
             sources.append(Source(name, 0, 0, "dataset"))
         elif os.path.isdir(name):
             sources += _directory(name)
@@ -161,9 +153,8 @@ def _unreadable(error: OSError) -> None:
 
 def is_saved_dataset(path: str) -> bool:
     """Whether a directory was written by `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
-    if os.path.isfile(os.path.join(path, "dataset_dict.json")):
+    folder = Path(path)
+    if (folder / "dataset_dict.json").is_file():
         return True
-    state = os.path.join(path, "state.json")
-    if not (os.path.isfile(state) and os.path.isfile(os.path.join(path, "dataset_info.json"))):
-        return False
-    return "_data_files" in read_json(state)
+    whole = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return whole and "_data_files" in read_json(folder / "state.json")

@@ -18,9 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 from ...core.errors import Failed
 from ..records import table
-from .columns import dataset_rows, no_column, parquet_rows
+from .formats import BLANK_LINES, LINE_END, between, dataset_rows, no_column, open_blocks, parquet_rows
 from .inputs import Source, suffix_of
-from .streams import BLANK_LINES, LINE_END, between, open_blocks
 from .text import PIECE_BYTES, check_is_text, clean, clean_string, cut_place, strip_bom
 
 TABLE_ROWS = 256  # of a table, in a batch
@@ -100,7 +99,9 @@ def read_records(
             yield [{"text": text} for text in batch.texts]
         return
     for records in _records(source, 0, None, options, counts, on_bytes, whole=True):
-        yield _cleaned(records, options, counts)
+        for record in records:
+            record[options.field] = _clean_value(record[options.field], options, counts)
+        yield [record for record in records if record[options.field].strip()]
 
 
 def _records(
@@ -143,15 +144,6 @@ def _decoded_lines(blocks: Iterable[bytes]) -> Iterator[str]:
     yield rest
 
 
-def _cleaned(
-    records: list[dict[str, Any]], options: ReadOptions, counts: Counter[str]
-) -> list[dict[str, Any]]:
-    texts = [_clean_value(record[options.field], options, counts) for record in records]
-    return [
-        record | {options.field: text} for record, text in zip(records, texts) if text and not text.isspace()
-    ]
-
-
 def _clean_value(value: str | bytes | None, options: ReadOptions, counts: Counter[str]) -> str:
     if isinstance(value, bytes):
         return clean(value, counts, options.unwrap)
@@ -160,12 +152,10 @@ def _clean_value(value: str | bytes | None, options: ReadOptions, counts: Counte
 
 def _checked(blocks: Iterable[bytes], path: str, start: int, counts: Counter[str]) -> Iterator[bytes]:
     """The blocks, after a look at the first: not binary, no byte-order mark."""
-    first = True
-    for block in blocks:
-        if first:
+    for place, block in enumerate(blocks):
+        if not place:
             check_is_text(block, path, at_start=start == 0)
             block = strip_bom(block, counts) if start == 0 else block
-            first = False
         yield block
 
 
@@ -180,8 +170,7 @@ def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) 
             carry, piece = _cut(carry, options, counts, going)
             going = True
             yield DocumentBatch([piece], continues=True)
-    text = clean(carry, counts, options.unwrap, going)
-    yield from _kept([text], counts, going)
+    yield from _kept([clean(carry, counts, options.unwrap, going)], counts, going)
 
 
 def _cut(raw: bytes, options: ReadOptions, counts: Counter[str], going: bool) -> tuple[bytes, str]:

@@ -58,21 +58,13 @@ class TaskPlan:
 
     @property
     def hash(self) -> str:
-        return sha256_json(self.record())
+        return sha256_json(asdict(self))
 
     @property
     def settings(self) -> str:
         """A hash of what decides the store besides the content of its sources: not where they are, nor how old."""
-        kept = {key: value for key, value in self.record().items() if key != "sources"}
+        kept = {key: value for key, value in asdict(self).items() if key != "sources"}
         return sha256_json(kept | {"count": len(self.sources)})
-
-    def record(self) -> dict[str, Any]:
-        """As it is written: what a source has not is left out."""
-        found = asdict(self)
-        for source in found["sources"]:
-            if not source["parts"]:
-                del source["parts"]
-        return found
 
     def tasks(self) -> list[Task]:
         """Every task, in the order of its documents. A source that cannot be split is in one."""
@@ -95,13 +87,10 @@ class TaskPlan:
 
         for number, source in enumerate(self.sources):
             if source.streamed:  # a task for each part
+                for part in range(max(source.parts, 1)):
+                    close()
+                    add(number, part, part + 1 if source.parts else None, 0)
                 close()
-                for part in range(source.parts):
-                    add(number, part, part + 1, 0)
-                    close()
-                if not source.parts:
-                    add(number, 0, None, 0)
-                    close()
             elif not source.bytes or not splittable(source, self.options):
                 if size + source.bytes > self.shard_bytes:
                     close()
@@ -132,12 +121,12 @@ def write_plan(work: Path, plan: TaskPlan) -> None:
         try:
             with full_disk(work):
                 work.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, json.dumps(plan.record()) + "\n")
+            write_atomic(file, json.dumps(asdict(plan)) + "\n")
         except Failed:
             with suppress(OSError):
                 work.rmdir()
             raise
-    differs = differences(read_json(file), json.loads(json.dumps(plan.record())))
+    differs = differences(read_json(file), json.loads(json.dumps(asdict(plan))))
     if differs:
         what = "an unfinished tokenisation with other inputs or settings is here"
         fix = "repeat the first command to continue it, pass --overwrite to start again, or choose another --out"
@@ -149,15 +138,14 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for key in ("tokenizer", "special", "append_eos", "sentences", "shard_bytes", "options"):
         if old.get(key) != new[key]:
-            changed = f"{key} was {old.get(key)}, is {new[key]}"
-            found.append("the tokenizer has changed" if key == "tokenizer" else changed)
+            what = "the tokenizer has changed"
+            found.append(what if key == "tokenizer" else f"{key} was {old.get(key)}, is {new[key]}")
     before = {source["path"]: source for source in old["sources"]}
     after = {source["path"]: source for source in new["sources"]}
     found += [f"input {path} is gone" for path in before if path not in after][:3]
     found += [f"input {path} is new" for path in after if path not in before][:3]
-    found += [f"input {path} has changed" for path in after if before.get(path, after[path]) != after[path]][
-        :3
-    ]
+    changed = [path for path in after if before.get(path, after[path]) != after[path]]
+    found += [f"input {path} has changed" for path in changed[:3]]
     if not found and list(before) != list(after):
         found.append("the inputs are in another order")
     return found

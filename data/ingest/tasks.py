@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,23 +25,17 @@ from ..backends import Backend, Watched
 from ..shard import token_dtype, write_index_in_blocks
 from ..tokenizer import Tokenizer
 from .readers import DocumentBatch
-from .sentences import split_sentences
 from .task_plan import Task, TaskPlan, read_unchanged
-from .text import PIECE_BYTES, utf8_bytes
+from .text import PIECE_BYTES, split_sentences, utf8_bytes
 
 LONGEST = 2**31 - 1  # tokens of a sequence: Megatron's index has 32 bits for them
 SPILL_BYTES = 1 << 20  # of lengths read back at a time
 STORE = "store"  # inside the work directory: what becomes the artifact
 
 
-def record_path(work: Path, index: int) -> Path:
-    """Where the commit record of a task stands."""
-    return work / f"{index:05d}.json"
-
-
 def read_record(work: Path, index: int) -> dict[str, Any] | None:
     """The commit record of a task, or None while it is not committed."""
-    path = record_path(work, index)
+    path = work / f"{index:05d}.json"
     return read_json(path) if path.exists() else None
 
 
@@ -171,8 +166,7 @@ def run_task(
     if committed := read_record(work, task.index):
         on_bytes(task.bytes)
         return committed
-    counts: Counter[str] = Counter()
-    size: Counter[str] = Counter()
+    counts, size = Counter[str](), Counter(characters=0, text_bytes=0)
     left = task.bytes
 
     def tell(done: int) -> None:  # what is read before and behind a range is no progress
@@ -185,7 +179,11 @@ def run_task(
         writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
         try:
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
-            for batch in _batches(plan, task, counts, tell):
+            read = (
+                read_unchanged(plan.sources[span.source], span.start, span.stop, plan.options, counts, tell)
+                for span in task.spans
+            )
+            for batch in chain.from_iterable(read):
                 size["characters"] += sum(map(len, batch.texts))
                 size["text_bytes"] += utf8_bytes(batch.texts)
                 found = encode(batch)
@@ -194,29 +192,17 @@ def run_task(
             record = {
                 "task": task.index,
                 "files": writer.commit(),
-                "tokens": writer.tokens,
-                "sequences": writer.sequences,
-                "documents": writer.documents,
-                "largest_id": writer.largest_id,
-                **{key: size[key] for key in ("text_bytes", "characters")},
+                **{key: getattr(writer, key) for key in ("tokens", "sequences", "documents", "largest_id")},
+                **size,
                 "counts": dict(counts),
                 "sources": _hashes(plan, task),
                 "backend": backend.name,
             }
-            write_atomic(record_path(work, task.index), json.dumps(record) + "\n")
+            write_atomic(work / f"{task.index:05d}.json", json.dumps(record) + "\n")
             tell(max(left, 0))
         finally:
             writer.close()
     return record
-
-
-def _batches(
-    plan: TaskPlan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]
-) -> Iterator[DocumentBatch]:
-    for span in task.spans:
-        yield from read_unchanged(
-            plan.sources[span.source], span.start, span.stop, plan.options, counts, on_bytes
-        )
 
 
 def _hashes(plan: TaskPlan, task: Task) -> dict[str, str]:

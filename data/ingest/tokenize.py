@@ -2,35 +2,45 @@
 
 A run that was stopped, killed or filled the disk continues with the same command: committed shards are
 skipped. Any number of processes may work on one plan at a time (a job array); the one that commits the last
-shard completes the store.
+shard completes the store: judges the whole, writes the manifest, renames it to its place.
 """
 
+import fcntl
 import os
 import shutil
 import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ...core.artifact import Manifest, check_free, input_record, is_artifact, read_manifest
+from ...core.artifact import (
+    Draft,
+    Input,
+    Manifest,
+    check_free,
+    input_record,
+    is_artifact,
+    read_manifest,
+    seal,
+)
 from ...core.console import amount, progress, say, warn
-from ...core.errors import Stopped, ThroughlineError, WrongUse
-from ...core.files import full_disk, write_atomic
+from ...core.errors import Failed, Stopped, ThroughlineError, WrongUse
+from ...core.files import full_disk, sha256_json, swap_in, write_atomic
 from ..backends import Backend, open_backend
+from ..shard import token_dtype
 from ..store import partial
-from ..tokenizer import FILE, Tokenizer
-from .columns import hub_parts, pinned
+from ..tokenizer import FILE, Tokenizer, tokenizer_records
 from .executors import run_processes, run_ray
-from .finalize import alone, finalize
+from .formats import hub_parts, pinned
 from .inputs import expand_inputs
 from .readers import DocumentBatch, ReadOptions, read
 from .task_plan import Task, TaskPlan, default_shard_bytes, write_plan
 from .tasks import STORE, read_record, run_task
-from .text import MAX_REPLACED
+from .text import COUNTS, MAX_REPLACED, PIECE_BYTES, check_replaced
 
 MOST_SHARDS = 1_000_000
 KEEP_BYTES = 64 << 20  # after an error, what is done of a smaller input is not worth a directory left
@@ -46,21 +56,17 @@ class Work:
     share: tuple[int, int] | None = None
 
 
-DEFAULTS = ReadOptions()
-ONE_WORKER = Work()
-
-
 def tokenize(
     inputs: Sequence[str],
     tokenizer_path: Path | str,
     out: Path | str,
     *,
-    options: ReadOptions = DEFAULTS,
+    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
     append_eos: bool | None = None,
     sentences: bool = False,
     shard_bytes: int | None = None,
     max_replaced: float = MAX_REPLACED,
-    work: Work = ONE_WORKER,
+    work: Work = Work(),
     overwrite: bool = False,
 ) -> Manifest | None:
     """Tokenise `inputs` into the store `out`; returns its manifest, None while a job array has work left.
@@ -134,14 +140,14 @@ def make_plan(
         append_eos = tokenizer.eos_id is not None and not sentences
     if not tokenizer.splits_at_space:
         options = replace(options, piece_bytes=None)
-    sources = tuple(
-        replace(source, path=(path := pinned(source.path)), parts=hub_parts(path, options.split))
-        if source.streamed
-        else source
-        for source in expand_inputs(inputs)
-    )
+    sources = expand_inputs(inputs)
+    for place, source in enumerate(sources):
+        if source.streamed:
+            path = pinned(source.path)
+            sources[place] = replace(source, path=path, parts=hub_parts(path, options.split))
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))
-    return TaskPlan(sources, options, tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special)
+    made = tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special
+    return TaskPlan(tuple(sources), options, *made)
 
 
 def _run(folder: Path, plan: TaskPlan, tasks: list[Task], tokenizer: Tokenizer, work: Work) -> None:
@@ -170,43 +176,39 @@ def _run(folder: Path, plan: TaskPlan, tasks: list[Task], tokenizer: Tokenizer, 
 def _checked_backend(plan: TaskPlan, task: Task, tokenizer: Tokenizer, name: str) -> Backend:
     """The backend, checked on a task's first documents; text that starts badly is said before the work."""
     span, counts = task.spans[0], Counter[str]()
-    batches = read(plan.sources[span.source], span.start, span.stop, plan.options, counts)
-    texts = next(batches, DocumentBatch([])).texts
-    if counts["replaced"] > MAX_REPLACED * sum(map(len, texts)):
-        path = plan.sources[span.source].path
-        looked = amount(sum(map(len, texts)), "B")
-        warn(f"{path}: {counts['replaced']:,} invalid characters in the first {looked}")
+    source = plan.sources[span.source]
+    texts = next(read(source, span.start, span.stop, plan.options, counts), DocumentBatch([])).texts
+    if counts["replaced"] > MAX_REPLACED * (size := sum(map(len, texts))):
+        warn(f"{source.path}: {counts['replaced']:,} invalid characters in the first {amount(size, 'B')}")
     return open_backend(tokenizer, name, texts)
 
 
 def _completed(out: Path, plan: TaskPlan, folder: Path) -> Manifest | None:
-    """The manifest of `out` when it is this plan's store, whoever made it; what is left of work goes."""
-    manifest = read_manifest(out) if is_artifact(out) else None
-    made = manifest.facts.get("made", {}) if manifest else {}
-    if manifest is None or (made.get("plan") != plan.hash and not _same_text(manifest, plan)):
+    """The manifest of `out` when it is this plan's store, whoever made it; what is left of work goes.
+
+    It is, with these settings, of these files or of files with this content, wherever they were then.
+    """
+    if not is_artifact(out):
         return None
+    manifest = read_manifest(out)
+    made = manifest.facts.get("made", {})
+    if made.get("plan") != plan.hash:
+        paths = [source.path for source in plan.sources]
+        if made.get("settings") != plan.settings or not all(map(os.path.exists, paths)):
+            return None
+        if [item.hash for item in manifest.inputs[-len(paths) :]] != [input_record(p).hash for p in paths]:
+            return None
     shutil.rmtree(folder, ignore_errors=True)
     return manifest
 
 
-def _same_text(manifest: Manifest, plan: TaskPlan) -> bool:
-    """Whether a store with these settings was made of files with this content, wherever they were then."""
-    if manifest.facts.get("made", {}).get("settings") != plan.settings:
-        return False
-    paths = [source.path for source in plan.sources]
-    before = [item.hash for item in manifest.inputs[-len(paths) :]]
-    return all(os.path.exists(path) for path in paths) and before == [input_record(p).hash for p in paths]
-
-
 def _clear_up(folder: Path, plan: TaskPlan, error: BaseException) -> None:
     """After an error keep what is committed where it is worth it; leave nothing when nothing is."""
-    ours = isinstance(error, ThroughlineError)
-    if any(folder.glob("[0-9]*.json")) and (
-        plan.bytes > KEEP_BYTES or not ours or isinstance(error, Stopped)
-    ):
-        if ours:
+    worth = plan.bytes > KEEP_BYTES or isinstance(error, Stopped) or not isinstance(error, ThroughlineError)
+    if worth and any(folder.glob("[0-9]*.json")):
+        if isinstance(error, ThroughlineError):
             kept = f"finished shards are kept in {folder}; the same command continues"
-            error.fix = f"{error.fix}\n{kept}" if error.fix else kept  # type: ignore[attr-defined]
+            error.fix = f"{error.fix}\n{kept}" if error.fix else kept
     elif not any(folder.glob(".[0-9]*.tmp")):  # no other process is at work in it
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -226,3 +228,87 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time completes a store; the lock goes with its process."""
+    with open(folder / ".finalize.lock", "ab") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def finalize(
+    folder: Path,
+    out: Path,
+    plan: TaskPlan,
+    tasks: list[Task],
+    tokenizer: Tokenizer,
+    tokenizer_path: Path | str,
+    max_replaced: float,
+) -> None:
+    """Make the committed shards in `folder` the artifact `out`, and remove `folder`.
+
+    Raises Failed for a corpus without text or with too many invalid characters, and for a shard that has gone.
+    """
+    records = [record for task in tasks if (record := read_record(folder, task.index)) is not None]
+    facts = facts_of(plan, records, tokenizer)
+    counts = facts["made"]["counts"]
+    where = f"{len(plan.sources)} inputs for {out}"
+    check_replaced(counts["replaced"], facts["characters"], max_replaced, where)
+    if not facts["tokens"]:
+        why = f"{len(plan.sources)} inputs, {plan.bytes:,} bytes, {counts['empty']:,} empty documents"
+        fix = "name inputs that hold text"
+        raise Failed("no text in the input", where=plan.sources[0].path, why=why, fix=fix)
+    store = folder / STORE
+    files = {name: file for record in records for name, file in record["files"].items()}
+    for name, file in files.items():
+        if not (store / name).is_file() or (store / name).stat().st_size != file["bytes"]:
+            fix = f"remove {folder} and run the command again"
+            raise Failed("a committed shard is gone or cut", where=store / name, fix=fix)
+    for left in [path for path in store.iterdir() if path.name not in files]:
+        left.unlink()  # by an end that was killed
+    shutil.copyfile(folder / FILE, store / FILE)
+    hashes = {path: digest for record in records for path, digest in record["sources"].items()}
+    inputs = tokenizer_records(tokenizer_path)
+    inputs += [Input(s.place, "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
+    seal(Draft(store, facts, inputs, {name: file["sha256"] for name, file in files.items()}), "tokens")
+    swap_in(store, out)  # what is there is an empty directory, or an artifact that the caller wants replaced
+    shutil.rmtree(folder, ignore_errors=True)
+    if counts["replaced"]:
+        warn(f"{counts['replaced']:,} characters replaced by U+FFFD (invalid UTF-8 or NUL)")
+    if counts["forced_cuts"]:
+        warn(f"{counts['forced_cuts']:,} cuts inside runs of over {PIECE_BYTES:,} bytes without a space")
+
+
+def facts_of(plan: TaskPlan, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The facts of a store's manifest, from the records of its tasks.
+
+    Facts under `made` are no part of the store's hash: the same text at another place, tokenised by another
+    encoder or more workers, is the same store.
+    """
+    measures = ("tokens", "documents", "sequences", "text_bytes")
+    return {
+        **{key: sum(record[key] for record in records) for key in (*measures, "characters")},
+        "dtype": str(token_dtype(tokenizer.vocab_size)),
+        "largest_id": max((record["largest_id"] for record in records), default=-1),
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint(),
+        "tokenizer_type": tokenizer.type,
+        "special": tokenizer.special,
+        "append_eos": plan.append_eos,
+        "sentences": plan.sentences,
+        "documents_are": plan.options.documents,
+        "shards": [
+            {"name": f"{record['task']:05d}", **{key: record[key] for key in measures}}
+            for record in records
+            if record["tokens"]
+        ],
+        "made": {
+            "counts": {key: sum(record["counts"].get(key, 0) for record in records) for key in COUNTS},
+            "backends": sorted({record["backend"] for record in records}),
+            "plan": plan.hash,
+            "settings": plan.settings,
+        },
+    }

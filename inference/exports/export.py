@@ -78,8 +78,8 @@ class Export:
 
     def leave_heads_out(self) -> None:
         """The encoder alone, for embeddings. Raises WrongUse for a GPT."""
-        from ...models.bert import BERT
-        from ...models.heads import BERTWithHead, Head, build_with_head
+        from ...models.bert import BERT, BERTWithHead, Head
+        from ...models.init import build_with_head
 
         model: Any = self.opened.model
         encoder = model.encoder if isinstance(model, BERTWithHead) else model
@@ -244,11 +244,9 @@ def description(model: Any) -> dict[str, Any]:
 
 def huggingface_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of config.json and tensors. Raises Refused for a shape that Hugging Face's classes cannot express."""
-    from ...models.heads import BERTWithHead
     from ...models.huggingface import to_huggingface
-    from ...models.huggingface_heads import head_to_huggingface
 
-    return head_to_huggingface(model) if isinstance(model, BERTWithHead) else to_huggingface(model)
+    return to_huggingface(model)
 
 
 def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOptions) -> Report:

@@ -27,9 +27,8 @@ from ..runtimes.llama_backend import EXTRA
 from .export import huggingface_of
 
 if TYPE_CHECKING:
-    from ...models.bert import BERT
+    from ...models.bert import BERT, BERTWithHead
     from ...models.gpt import GPT
-    from ...models.heads import BERTWithHead
 
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for

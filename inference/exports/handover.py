@@ -35,8 +35,8 @@ def export_huggingface(
     import torch
     from huggingface_hub import save_torch_state_dict
 
-    from ...models.heads import BERTWithHead
-    from ...models.huggingface_heads import load_huggingface
+    from ...models.bert import BERTWithHead
+    from ...models.huggingface import load_huggingface
 
     with exporting(path, out, "model", judging, overwrite) as export:
         model: Any = export.opened.model

@@ -28,8 +28,7 @@ from .onnx_products import int8_by_output
 from .onnx_writer import BOOL, CONTRIB, FLOAT, INT32, INT64, Graph
 
 if TYPE_CHECKING:
-    from ...models.bert import BERT
-    from ...models.heads import BERTWithHead
+    from ...models.bert import BERT, BERTWithHead
 
 
 def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> Graph:

@@ -31,9 +31,8 @@ from .onnx_session import PROFILE_ROWS, check_version, profile_of
 from .source import find_model
 
 if TYPE_CHECKING:
-    from ...models.bert import BERT
+    from ...models.bert import BERT, BERTWithHead
     from ...models.gpt import GPT
-    from ...models.heads import BERTWithHead
 
 ON_CPU = BackendOptions(device="cpu")
 KINDS = {  # of exports: what each is called, and what runs it
@@ -178,8 +177,8 @@ def torch_backend(
     model: "GPT | BERT | BERTWithHead", tokenizer: Path | None, source: Input, options: BackendOptions = AUTO
 ) -> Loaded:
     """The torch module behind the protocol of its family."""
+    from ...models.bert import BERTWithHead
     from ...models.gpt import GPT
-    from ...models.heads import BERTWithHead
     from .torch_backend import TorchCausal, TorchEncoder
 
     compiled = options.runtime == "torch-compiled"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.backend import Span
 from ...core.console import warn
-from ...models.cache import KeyValueCache
+from ...models.attention import KeyValueCache
 from ...models.gpt import GPT
 from ...models.layers import Attention
 from .packed import Packed, packed_logits

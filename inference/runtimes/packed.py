@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...core.backend import Span
 from ...models import attention_cuda
-from ...models.attention import scaled_dot_product
-from ...models.cache import KeyValueCache
+from ...models.attention import KeyValueCache, scaled_dot_product
 from ...models.config import GPTConfig
 from ...models.gpt import GPT
 from ...models.layers import Attention, attending

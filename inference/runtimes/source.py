@@ -12,9 +12,8 @@ from ...core.errors import WrongUse, download_hint, nearest
 if TYPE_CHECKING:
     import torch
 
-    from ...models.bert import BERT
+    from ...models.bert import BERT, BERTWithHead
     from ...models.gpt import GPT
-    from ...models.heads import BERTWithHead
 
 
 class OpenedModel(NamedTuple):
@@ -62,7 +61,7 @@ class FoundModel(NamedTuple):
             return OpenedModel(cast("GPT | BERT", model), tokenizer, input_record(self.directory))
         import torch
 
-        from ...models.huggingface_heads import load_huggingface
+        from ...models.huggingface import load_huggingface
 
         if is_artifact(self.directory):
             verify_artifact(self.directory)

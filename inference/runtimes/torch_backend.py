@@ -9,10 +9,9 @@ import torch
 from ...core.backend import AUTO, Ids, Limits, OneCall, Span, Want
 from ...core.errors import Refused
 from ...models import attention_cuda
-from ...models.bert import BERT
-from ...models.cache import KeyValueCache
+from ...models.attention import KeyValueCache
+from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT
-from ...models.heads import BERTWithHead
 from ...models.layers import Attention
 from .cuda_graphs import DecodeGraphs, Steps
 from .packed import Packed, packed_logits

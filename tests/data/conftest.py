@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from throughline.data.ingest.tokenize import Work, tokenize
+from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.store import TokenStore
-from throughline.data.train_tokenizer import train_tokenizer
 
 WORDS = "the cat sat on a mat and saw the other dog which ran away from it very fast indeed".split()  # noqa: SIM905
 

@@ -12,8 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from throughline.data.backends import NASTY
-from throughline.data.encoders import Gigatoken, Tokie
+from throughline.data.backends import NASTY, Gigatoken, Tokie
 from throughline.data.tokenizer import Tokenizer
 from tokenizers import models, normalizers, pre_tokenizers
 

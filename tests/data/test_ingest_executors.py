@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.data.ingest.tokenize import Work, tokenize
-from throughline.data.train_tokenizer import train_tokenizer
+from throughline.data.new_tokenizer import train_tokenizer
 
 SHARD = 20_000
 

@@ -22,9 +22,9 @@ from throughline.data.ingest.readers import ReadOptions, read
 from throughline.data.ingest.task_plan import write_plan
 from throughline.data.ingest.tokenize import Work, make_plan, tokenize
 from throughline.data.inspect import inspect_store
+from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import CONFIG, FILE, Tokenizer
-from throughline.data.train_tokenizer import train_tokenizer
 
 TEXTS = [f"The cat {i} sat on a mat and saw {i % 7} dogs." for i in range(400)]
 
@@ -189,7 +189,7 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(monkeypatch: pytest.MonkeyPa
     """The commit of the day of the plan is in the name that everything reads by; a revision that is named stays."""
     import datasets
     import huggingface_hub
-    from throughline.data.ingest.columns import hub_parts, pinned
+    from throughline.data.ingest.formats import hub_parts, pinned
 
     asked: list[dict] = []
     dataset = type("Dataset", (), {"num_shards": 7})()

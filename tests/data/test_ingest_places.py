@@ -21,8 +21,8 @@ from throughline.data.ingest.readers import DocumentBatch, ReadOptions
 from throughline.data.ingest.tasks import Encoder, run_task
 from throughline.data.ingest.text import PIECE_BYTES
 from throughline.data.ingest.tokenize import Work, make_plan, tokenize
+from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")

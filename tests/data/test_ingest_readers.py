@@ -17,12 +17,12 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
-from throughline.data.ingest import readers, streams
+from throughline.data.ingest import formats, readers
 from throughline.data.ingest.inputs import expand_inputs
 from throughline.data.ingest.readers import ReadOptions, read
 from throughline.data.ingest.text import cut_place
 from throughline.data.ingest.tokenize import make_plan
-from throughline.data.train_tokenizer import train_tokenizer
+from throughline.data.new_tokenizer import train_tokenizer
 
 
 def documents(path: Path, cuts: list[int], options: ReadOptions) -> tuple[list[str], Counter[str]]:
@@ -64,7 +64,7 @@ def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block
     cuts = [cut for cut in cuts if cut < len(raw)]
     whole, counts = documents(path, [], options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "BLOCK_BYTES", block)
+        patch.setattr(formats, "BLOCK_BYTES", block)
         parts, part_counts = documents(path, cuts, options)
     assert parts == whole
     assert {key: n for key, n in part_counts.items() if n} == {key: n for key, n in counts.items() if n}
@@ -117,7 +117,7 @@ def test_blank_blocks_take_no_time() -> None:
     """20,000 blocks of blanks, which would be copied 200 GB when each joined what is held of the run before it."""
     blank = [b" \n" * 512] * 20_000
     start = time.process_time()
-    found = b"".join(streams.between([b"one", *blank, b"two", *blank], 0, None, streams.BLANK_LINES))
+    found = b"".join(formats.between([b"one", *blank, b"two", *blank], 0, None, formats.BLANK_LINES))
     assert found == b"one" + b"".join(blank) + b"two" + b"".join(blank) and time.process_time() - start < 5
 
 
@@ -130,7 +130,7 @@ def test_a_long_document_held_whole_is_looked_at_a_few_times(
     """
     text = "first\n\n" + "words without end " * 5000 + "\n\nlast"
     (tmp_path / "t.txt").write_text(text)
-    monkeypatch.setattr(streams, "BLOCK_BYTES", 90)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 90)
     scanned, real = [], readers._last_end
     monkeypatch.setattr(
         readers, "_last_end", lambda raw, separator: scanned.append(len(raw)) or real(raw, separator)

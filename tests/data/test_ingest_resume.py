@@ -39,7 +39,7 @@ def test_kill_in_every_phase_then_continue(stage: Any, plain: Path, tmp_path: Pa
     same bytes.
     """
     target, count = PHASES[phase]
-    module = "finalize" if target in ("seal", "shutil.rmtree") else "tasks"
+    module = "tokenize" if target in ("seal", "shutil.rmtree") else "tasks"
     code = f"""
 import os, signal, sys, throughline.data.ingest.{module} as module
 from throughline.data.ingest.tokenize import Work, tokenize

@@ -12,8 +12,8 @@ from throughline.core.errors import Failed, Refused, ThroughlineError
 from throughline.data import backends
 from throughline.data.backends import Reference
 from throughline.data.ingest.readers import DocumentBatch, ReadOptions
-from throughline.data.ingest.sentences import split_sentences
 from throughline.data.ingest.tasks import Encoder
+from throughline.data.ingest.text import split_sentences
 from throughline.data.ingest.tokenize import Work, tokenize
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import Tokenizer

@@ -15,15 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
-from throughline.data import backends, encoders
+from throughline.data import backends
 from throughline.data.backends import BACKENDS, NASTY, difference, open_backend
-from throughline.data.import_tokenizer import import_tokenizer
 from throughline.data.ingest.inputs import expand_inputs
 from throughline.data.ingest.readers import ReadOptions
-from throughline.data.ingest.sample import sample
 from throughline.data.ingest.text import cut_place
+from throughline.data.new_tokenizer import import_tokenizer, sample, train_tokenizer
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import train_tokenizer
 
 TEXTS = [
     "The quick brown fox, naïve and slow, jumps over the lazy dog's 42 bones.\n\nThen it sleeps; 日本語 too. ",
@@ -40,7 +38,7 @@ def trained(request: pytest.FixtureRequest) -> Tokenizer:
 def test_training_gives_the_same_file_in_another_process(kind: str) -> None:
     """Another process has other hash seeds: the trainer must not follow the order of a hash map."""
     code = (
-        "import sys, json\nfrom throughline.data.train_tokenizer import train_tokenizer\n"
+        "import sys, json\nfrom throughline.data.new_tokenizer import train_tokenizer\n"
         f"print(train_tokenizer(json.load(sys.stdin), {kind!r}, 300).fingerprint())"
     )
     prints = {
@@ -111,7 +109,7 @@ def test_no_text_and_no_room_are_errors(kind: str) -> None:
 
 
 def test_training_that_would_not_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("throughline.data.train_tokenizer.WORD_BYTES", 1 << 40)
+    monkeypatch.setattr("throughline.data.new_tokenizer.WORD_BYTES", 1 << 40)
     for kind in ("bpe", "wordpiece"):
         with pytest.raises(Failed, match="not enough memory"):
             train_tokenizer(TEXTS, kind, 1000)  # type: ignore[arg-type]
@@ -233,9 +231,9 @@ def test_gigatoken_one_by_one_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -
     texts = [*NASTY, *TEXTS[:2]]
     expected = [array.tolist() for array in made.encode_batch(texts)]
     for few in (len(texts), 0):
-        monkeypatch.setattr(encoders, "FEW_TEXTS", few)
-        monkeypatch.setattr(encoders, "CACHE_BYTES", few)
-        backend = encoders.Gigatoken(made)
+        monkeypatch.setattr(backends, "FEW_TEXTS", few)
+        monkeypatch.setattr(backends, "CACHE_BYTES", few)
+        backend = backends.Gigatoken(made)
         assert [array.tolist() for array in backend.encode_batch(texts)] == expected
         assert [array.tolist() for array in backend.encode_batch(texts)] == expected
 
@@ -318,7 +316,7 @@ def test_empty_files_take_no_share_of_a_sample(tmp_path: Path) -> None:
 
 def test_memory_is_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's limit ends a training that the machine would have room for."""
-    monkeypatch.setattr("throughline.data.train_tokenizer.memory_limit_bytes", lambda: 100 << 20)
+    monkeypatch.setattr("throughline.data.new_tokenizer.memory_limit_bytes", lambda: 100 << 20)
     with pytest.raises(Failed, match=r"100\.0 MiB are free"):
         train_tokenizer(TEXTS, "bpe", 1000)
 
@@ -334,7 +332,7 @@ def test_a_long_run_of_white_space_takes_no_time() -> None:
 
 LONG_TRAINING = """
 import random
-from throughline.data.train_tokenizer import _train
+from throughline.data.new_tokenizer import _train
 from tokenizers import Tokenizer, models, trainers
 
 def texts():

@@ -24,17 +24,16 @@ from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
 from throughline.data.backends import BACKENDS
 from throughline.data.export import export_store
-from throughline.data.import_tokenizer import import_tokenizer
 from throughline.data.ingest import dedup as dedup_module
 from throughline.data.ingest.dedup import dedup
 from throughline.data.ingest.readers import ReadOptions
-from throughline.data.ingest.sentences import split_sentences
+from throughline.data.ingest.text import split_sentences
 from throughline.data.ingest.tokenize import tokenize
 from throughline.data.inspect import inspect_store
+from throughline.data.new_tokenizer import import_tokenizer, train_tokenizer
 from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import train_tokenizer
 
 DOCUMENTS = [f"document {i} says hello " + "again and again " * (i % 9) for i in range(300)] + [
     "the same"

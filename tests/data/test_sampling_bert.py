@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
-from throughline.data.cache import computed_once
-from throughline.data.options import DatasetOptions
-from throughline.data.pairs import PAIR
+from throughline.data.bert import PAIR
+from throughline.data.dataset import DatasetOptions
+from throughline.data.packing import computed_once
 from throughline.data.samples import open_dataset
 from throughline.data.shard import write_index
 from throughline.data.store import TokenStore

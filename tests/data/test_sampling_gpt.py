@@ -7,8 +7,7 @@ import queue
 import numpy as np
 import pytest
 from throughline.core.errors import WrongUse
-from throughline.data.loader import Loader
-from throughline.data.options import DatasetOptions
+from throughline.data.dataset import DatasetOptions, Loader
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
 from throughline.data.shard import write_index

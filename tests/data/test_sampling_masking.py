@@ -4,8 +4,8 @@ whole.
 
 import numpy as np
 import pytest
-from throughline.data.masking import Masker
-from throughline.data.options import DatasetOptions
+from throughline.data.bert import Masker
+from throughline.data.dataset import DatasetOptions
 from throughline.data.order import key
 
 VOCABULARY, SPECIAL, MASK = 1000, (0, 100, 101, 102, 103, 999), 103

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from throughline.core.errors import WrongUse
-from throughline.data.mixture import PERIOD, Mixture
+from throughline.data.dataset import PERIOD, Mixture
 
 
 class Counter:

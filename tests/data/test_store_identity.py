@@ -8,7 +8,7 @@ import pytest
 from throughline.core.artifact import read_manifest
 from throughline.data.ingest.readers import ReadOptions
 from throughline.data.ingest.tokenize import Work, tokenize
-from throughline.data.train_tokenizer import train_tokenizer
+from throughline.data.new_tokenizer import train_tokenizer
 
 TEXT = "".join(f"paragraph {i} with some words\n\n" for i in range(2000))
 

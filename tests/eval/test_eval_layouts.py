@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from throughline.data.train_tokenizer import train_tokenizer
+from throughline.data.new_tokenizer import train_tokenizer
 from throughline.eval.inloop import TaskEvaluator
 from throughline.eval.request import Request
 from throughline.eval.session import evaluate_one

@@ -102,7 +102,7 @@ def test_a_gate_that_would_compare_nothing_is_refused(
     """
     import shutil
 
-    from throughline.data.train_tokenizer import train_tokenizer
+    from throughline.data.new_tokenizer import train_tokenizer
 
     shutil.copytree(small_directory, tmp_path / "other")
     made = train_tokenizer(["a few words to make a small tokenizer of"] * 4, "bpe", 270)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from throughline.models.config import GPTConfig
+from throughline.models.config import GPTConfig, preset
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
-from throughline.models.presets import preset
 from throughline.planner.memory import host_terms
 from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work

@@ -108,11 +108,12 @@ def judge_dir(bert_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT that ranks."""
     from safetensors.torch import save_file
     from throughline.inference.runtimes.source import open_model
-    from throughline.models.heads import Head, build_with_head
-    from throughline.models.huggingface_heads import head_to_huggingface
+    from throughline.models.bert import Head
+    from throughline.models.huggingface import to_huggingface
+    from throughline.models.init import build_with_head
 
     head = Head("sequence-classification", ("bad", "good"))
-    fields, state = head_to_huggingface(build_with_head(open_model(bert_dir).model, head, 3))
+    fields, state = to_huggingface(build_with_head(open_model(bert_dir).model, head, 3))
     directory = tmp_path_factory.mktemp("judge") / "judge"
     directory.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")

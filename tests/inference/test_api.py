@@ -288,11 +288,12 @@ def test_classify_and_rerank_with_a_fine_tuned_head(
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
     from throughline.inference.exports.export import export_onnx
-    from throughline.models.heads import Head, build_with_head
-    from throughline.models.huggingface_heads import head_to_huggingface
+    from throughline.models.bert import Head
+    from throughline.models.huggingface import to_huggingface
+    from throughline.models.init import build_with_head
 
     head = Head("sequence-classification", ("bad", "good"))
-    fields, state = head_to_huggingface(build_with_head(open_model(bert_dir).model, head, 3))
+    fields, state = to_huggingface(build_with_head(open_model(bert_dir).model, head, 3))
     state["classifier.weight"] = state["classifier.weight"] * 30  # shares away from a half
     directory = tmp_path / "judge"
     directory.mkdir()

@@ -96,14 +96,15 @@ def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_p
 def test_fine_tuned_heads(kind: str, bert_dir: Path, tmp_path: Path) -> None:
     """Labels of texts are llama.cpp's within the bound; an encoder alone is written; other heads are refused."""
     from throughline.inference.runtimes.source import open_model
-    from throughline.models.heads import Head, build_with_head
-    from throughline.models.huggingface_heads import head_to_huggingface
+    from throughline.models.bert import Head
+    from throughline.models.huggingface import to_huggingface
+    from throughline.models.init import build_with_head
 
     labels = () if kind == "embedding" else ("no", "perhaps", "yes")
     model = build_with_head(open_model(bert_dir).model, Head(kind, labels))
     if labels:
         model.output.weight.data.mul_(20)  # logits of some units
-    fields, state = head_to_huggingface(model)
+    fields, state = to_huggingface(model)
     (tmp_path / "tuned").mkdir()
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "tuned/model.safetensors")
     (tmp_path / "tuned" / "config.json").write_text(json.dumps(fields))

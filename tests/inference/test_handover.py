@@ -45,13 +45,14 @@ def test_a_bert_meets_teis_conditions(pooling, bert_dir: Path, tmp_path: Path) -
 def test_a_fine_tuned_bert_is_loaded_by_its_class(bert_dir: Path, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from throughline.models.heads import Head, build_with_head
-    from throughline.models.huggingface_heads import head_to_huggingface
+    from throughline.models.bert import Head
+    from throughline.models.huggingface import to_huggingface
+    from throughline.models.init import build_with_head
     from transformers import AutoModelForSequenceClassification
 
     model = build_with_head(open_model(bert_dir).model, Head("sequence-classification", ("no", "yes")))
     (tmp_path / "tuned").mkdir()
-    fields, state = head_to_huggingface(model)
+    fields, state = to_huggingface(model)
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "tuned" / "model.safetensors")
     (tmp_path / "tuned" / "config.json").write_text(json.dumps(fields))
     (tmp_path / "tuned" / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())

@@ -18,8 +18,9 @@ from throughline.inference.graphs.onnx_writer import Graph
 from throughline.inference.graphs.parity import BOUNDS, compare, require
 from throughline.inference.graphs.reference import OptimumCausal, reference_of
 from throughline.inference.runtimes.backends import Loaded
+from throughline.models.bert import Head
 from throughline.models.config import GPTConfig
-from throughline.models.heads import Head, build_with_head
+from throughline.models.init import build_with_head
 
 RANGES = 8.0  # inputs of these models' layers stay below it
 

@@ -6,7 +6,7 @@ import pytest
 from throughline.core.hardware import chips
 from throughline.inference.runtimes.bench import latency_page, verdicts
 from throughline.inference.runtimes.roofline import floor_ms, reported
-from throughline.models.presets import preset
+from throughline.models.config import preset
 
 
 def test_the_floor_is_weights_over_bandwidth_or_products_over_peak() -> None:

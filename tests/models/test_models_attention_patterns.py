@@ -18,7 +18,7 @@ from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.huggingface import to_huggingface
 from throughline.models.init import initialise
-from throughline.models.pattern import AttentionPattern
+from throughline.models.transformer import AttentionPattern
 from throughline.planner.layout import Layout, layout_problems
 from torch.nn import functional as F
 

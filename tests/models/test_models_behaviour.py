@@ -6,9 +6,8 @@ from throughline.core.backend import Span
 from throughline.inference.runtimes.torch_backend import TorchCausal
 from throughline.models import attention_cuda
 from throughline.models.attention import Documents, scaled_dot_product
-from throughline.models.config import BERTConfig
+from throughline.models.config import BERTConfig, preset
 from throughline.models.init import build, empty_model, initial_values
-from throughline.models.presets import preset
 
 
 def scattered(name, **overrides):

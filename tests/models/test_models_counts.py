@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from throughline.core.errors import WrongUse
-from throughline.models.config import BERTConfig, GPTConfig, family_of
-from throughline.models.families import families
+from throughline.models.config import BERTConfig, GPTConfig, family_of, preset, preset_names
+from throughline.models.families import families, pairs
 from throughline.models.huggingface import IGNORED
 from throughline.models.huggingface_config import read_config
-from throughline.models.huggingface_names import pairs
 from throughline.models.init import empty_model
-from throughline.models.presets import preset, preset_names
 from torch.utils.flop_counter import FlopCounterMode
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_names.json").read_text())

@@ -5,10 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from throughline.models import draw
+from throughline.models import init
 from throughline.models.config import GPTConfig
-from throughline.models.draw import normal
-from throughline.models.init import initial_values
+from throughline.models.init import initial_values, normal
 
 KEY = (1, 2**63 + 5)
 
@@ -30,7 +29,7 @@ def test_a_part_has_the_bits_of_the_whole(
 ) -> None:
     """Rows, columns, boxes, one element and none; with pieces smaller than a run."""
     whole = normal(KEY, shape)
-    monkeypatch.setattr(draw, "AT_ONCE", 64)
+    monkeypatch.setattr(init, "AT_ONCE", 64)
     assert torch.equal(normal(KEY, shape, part), whole[part])
     assert torch.equal(normal(KEY, shape), whole)
 
@@ -57,7 +56,7 @@ def test_bits_are_those_of_every_machine() -> None:
     """The hashes were taken on an AMD EPYC; a processor or library that computes otherwise fails here and not in a
     run over two kinds of machines.
     """
-    starts, rises = draw._cells()
+    starts, rises = init._cells()
     table = hashlib.sha256(np.concatenate((starts, rises)).astype("<f4").tobytes()).hexdigest()
     values = hashlib.sha256(normal(KEY, (100_003,)).numpy().astype("<f4").tobytes()).hexdigest()
     assert (table[:16], values[:16]) == ("c96ceab8ba2678b5", "bf09d31907a032ee")

@@ -10,12 +10,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from throughline.core.errors import Failed, Refused
-from throughline.models.bert import BERT
+from throughline.models.bert import BERT, KINDS, SPAN_LABELS, BERTWithHead, Head
 from throughline.models.config import BERTConfig
-from throughline.models.heads import KINDS, SPAN_LABELS, BERTWithHead, Head, build_with_head
-from throughline.models.huggingface import to_huggingface
-from throughline.models.huggingface_heads import head_to_huggingface, load_huggingface
-from throughline.models.init import build
+from throughline.models.huggingface import load_huggingface, to_huggingface
+from throughline.models.init import build, build_with_head
 
 CONFIG = BERTConfig(vocab_size=96, sequence_length=24, layers=3, width=48, heads=4)
 LABELS = ("negative", "neutral", "positive")
@@ -49,8 +47,8 @@ def their_logits(model, **inputs):
 def test_a_head_is_their_head_in_both_directions(kind, tmp_path):
     """Padded pairs of sentences. 1e-4 is the bound of exports; rounding alone is 1e-6."""
     model = scattered(kind)
-    write(*head_to_huggingface(model), tmp_path)
-    (their_class,) = head_to_huggingface(model)[0]["architectures"]
+    write(*to_huggingface(model), tmp_path)
+    (their_class,) = to_huggingface(model)[0]["architectures"]
     theirs, report = getattr(transformers, their_class).from_pretrained(tmp_path, output_loading_info=True)
     bare = kind == "embedding"  # has no use for the layer that BertModel puts over [CLS]
     assert all(bare and name.startswith("pooler.") for name in report["missing_keys"])
@@ -100,7 +98,7 @@ def test_a_directory_without_a_head_is_read_as_before(tmp_path):
     ],
 )
 def test_what_our_heads_cannot_express_is_refused(change, error, tmp_path):
-    fields, state = head_to_huggingface(scattered("sequence-classification"))
+    fields, state = to_huggingface(scattered("sequence-classification"))
     write(fields | change, state, tmp_path)
     with pytest.raises(error):
         load_huggingface(tmp_path)

@@ -5,20 +5,20 @@ import json
 import pytest
 from safetensors.torch import save_file
 from throughline.core.errors import Failed, Refused, WrongUse
-from throughline.models.huggingface import from_huggingface, to_huggingface
+from throughline.models.config import preset
+from throughline.models.huggingface import load_huggingface, to_huggingface
 from throughline.models.init import build
-from throughline.models.presets import preset
 
 
 def test_what_cannot_be_read_is_said(tmp_path):
     with pytest.raises(WrongUse, match=r"no config\.json"):
-        from_huggingface(tmp_path)
+        load_huggingface(tmp_path)
     model = build(preset("gpt-toy", layers=3, width=48, heads=4))
     fields, state = to_huggingface(model)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(WrongUse, match="only pickled weights"):
-        from_huggingface(tmp_path)
+        load_huggingface(tmp_path)
     save_file(state, tmp_path / "model.safetensors")
     for change, error, text in (
         ({"model_type": "mamba"}, Refused, "'mamba' cannot be read"),
@@ -32,15 +32,15 @@ def test_what_cannot_be_read_is_said(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
         with pytest.raises(error, match=text):
-            from_huggingface(tmp_path)
+            load_huggingface(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(Failed, match="no table of fields"):
-        from_huggingface(tmp_path)
+        load_huggingface(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     half = (tmp_path / "model.safetensors").read_bytes()[:2000]
     (tmp_path / "model.safetensors").write_bytes(half)
     with pytest.raises(Failed, match="cannot be read"):
-        from_huggingface(tmp_path)
+        load_huggingface(tmp_path)
 
 
 def test_shapes_without_a_layout_are_refused():

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 from throughline.core.backend import Span
 from throughline.inference.runtimes.torch_backend import TorchCausal
-from throughline.models.config import BERTConfig, GPTConfig
-from throughline.models.heads import Head, build_with_head
-from throughline.models.huggingface import from_huggingface, to_huggingface
-from throughline.models.huggingface_heads import head_to_huggingface, load_huggingface
-from throughline.models.init import build
-from throughline.models.presets import preset
+from throughline.models.bert import Head
+from throughline.models.config import BERTConfig, GPTConfig, preset
+from throughline.models.huggingface import (
+    load_huggingface,
+    to_huggingface,
+)
+from throughline.models.init import build, build_with_head
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -180,8 +181,8 @@ def gradients_in_our_layout(their_model, model, directory):
         for parameter in their_model.parameters():
             parameter.copy_(parameter.grad)
     their_model.save_pretrained(directory)
-    assert from_huggingface(directory).config == model.config  # as transformers writes it
-    return dict(from_huggingface(directory, dtype=torch.float64).named_parameters())
+    assert load_huggingface(directory).config == model.config  # as transformers writes it
+    return dict(load_huggingface(directory, dtype=torch.float64).named_parameters())
 
 
 def assert_same_gradients(model, reference):
@@ -303,7 +304,7 @@ def test_encoder_heads(name, kind, tmp_path):
 
     labels = {"question-answering": ("start", "end"), "embedding": ()}.get(kind, ("a", "b", "c"))
     model = build_with_head(scattered(FAMILIES[name]), Head(kind, labels)).double().eval()
-    fields, state = head_to_huggingface(model)
+    fields, state = to_huggingface(model)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     reference = (
@@ -327,7 +328,7 @@ def test_encoder_heads(name, kind, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_round_trip_is_exact(name, tmp_path):
     model = scattered(FAMILIES[name], dtype=torch.float32)
-    again = from_huggingface(write(model, tmp_path))
+    again = load_huggingface(write(model, tmp_path))
     assert again.config == model.config
     for (name, ours), (_, read) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(ours, read), name
@@ -363,7 +364,7 @@ def test_old_names_are_understood(tmp_path):
     old["bert.embeddings.position_ids"] = torch.arange(24)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     save_file(old, tmp_path / "model.safetensors")
-    assert torch.equal(from_huggingface(tmp_path).mlm_norm.weight, model.mlm_norm.weight)
+    assert torch.equal(load_huggingface(tmp_path).mlm_norm.weight, model.mlm_norm.weight)
 
     gpt = scattered(GPT2, dtype=torch.float32)
     fields, state = to_huggingface(gpt)
@@ -372,4 +373,4 @@ def test_old_names_are_understood(tmp_path):
         {name.removeprefix("transformer."): value for name, value in state.items()},
         tmp_path / "model.safetensors",
     )
-    assert torch.equal(from_huggingface(tmp_path).norm.bias, gpt.norm.bias)
+    assert torch.equal(load_huggingface(tmp_path).norm.bias, gpt.norm.bias)

@@ -8,10 +8,9 @@ import time
 import pytest
 import torch
 from throughline.models.bert import BERT
-from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.config import BERTConfig, GPTConfig, preset
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
-from throughline.models.presets import preset
 from throughline.planner.memory import device_terms, host_terms
 from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.shard import write_index  # noqa: E402
-from throughline.models.pattern import AttentionPattern  # noqa: E402
+from throughline.models.transformer import AttentionPattern  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import Case, Prover  # noqa: E402

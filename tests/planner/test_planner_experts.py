@@ -6,7 +6,7 @@ import json
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import step_time
 from throughline.planner.hardware import find_cluster
 from throughline.planner.kernels import Share, layer_kernels

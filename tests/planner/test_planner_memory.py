@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import HOST_UPDATE_BYTES_PER_S, step_time
 from throughline.planner.hardware import FITTED, find_cluster
 from throughline.planner.layout import Layout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import kernel_totals, step_time
 from throughline.planner.hardware import FITTED, Constants, find_cluster
 from throughline.planner.memory import activation_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from throughline.core.artifact import verify_artifact
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import peak_flops, step_seconds, step_time
 from throughline.planner.hardware import OVER_CHIPS, find_cluster
 from throughline.planner.layout import Layout

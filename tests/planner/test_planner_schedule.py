@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import (
     head_kernels,
     kernel_times,

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 from throughline.core.hardware import chips
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import step_time
 from throughline.planner.hardware import find_cluster, shipped_table
 from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory

@@ -5,7 +5,7 @@ import statistics
 import pytest
 from throughline.benchmarks.planner_fit import latency_errors
 from throughline.core.errors import WrongUse
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.hardware import find_cluster
 from throughline.planner.serve import (
     UTILISATION,

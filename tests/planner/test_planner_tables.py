@@ -4,9 +4,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.models.config import BERTConfig, GPTConfig, ModelConfig  # noqa: E402
+from throughline.models.config import (  # noqa: E402
+    BERTConfig,
+    GPTConfig,
+    ModelConfig,
+    preset,
+)
 from throughline.models.init import empty_model  # noqa: E402
-from throughline.models.presets import preset  # noqa: E402
 from throughline.planner.tables import parameter_shapes  # noqa: E402
 
 SHAPES = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from throughline.core.hardware import Chip
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.cost import step_time
 from throughline.planner.hardware import FITTED, Cluster
 from throughline.planner.layout import Layout, layout_problems

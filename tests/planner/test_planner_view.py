@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from throughline.core.artifact import verify_artifact
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.hardware import find_cluster
 from throughline.planner.report import ranked
 from throughline.planner.run import Run

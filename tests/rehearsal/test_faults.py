@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from cases import SMALL_CARD, Seen, card, make, model
 from test_compiled import compile_and_step, spilled_bytes
-from throughline.models import capability
+from throughline.models import attention_cuda
 from throughline.train import loss
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -103,7 +103,7 @@ def test_a_planted_fault_is_found(name):
 
 
 def test_a_kernel_that_the_card_lacks_is_found_in_a_step(monkeypatch):
-    monkeypatch.setitem(capability.NEEDS, "flash", (0, 0))
+    monkeypatch.setattr(attention_cuda, "AMPERE", (0, 0))
     with pytest.raises(RuntimeError, match="Ampere"):
         make(model("llama"), "fp16", card(75), documents=True).step()
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from throughline.core.artifact import create_artifact
 from throughline.core.recipe import build_recipe
+from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.shard import write_index
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train.build import RunPlan, plan_run
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import resolve

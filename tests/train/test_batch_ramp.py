@@ -9,7 +9,7 @@ import pytest
 import torch
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe, load_recipe
-from throughline.data.loader import Loader
+from throughline.data.dataset import Loader
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, plan_run
 from throughline.train.checkpoints.checkpoint import load_model

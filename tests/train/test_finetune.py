@@ -16,13 +16,12 @@ from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.recipe import build_recipe, recipe_hash
-from throughline.data.import_tokenizer import import_tokenizer
+from throughline.data.new_tokenizer import import_tokenizer
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.serving.encoding import Reader
-from throughline.models.bert import BERT
+from throughline.models.bert import BERT, BERTWithHead
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
-from throughline.models.heads import BERTWithHead
 from throughline.models.init import build
 from throughline.models.sentence import MEAN, Sentence, read_sentence
 from throughline.prove.forked import run_ranks, warm

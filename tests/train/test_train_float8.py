@@ -12,7 +12,7 @@ pytest.importorskip("torchao", reason="the extra fp8 is not installed")
 import numpy as np  # noqa: E402
 from throughline.core.errors import MissingExtra, Refused, WrongUse  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
-from throughline.models.capability import CAPABILITIES  # noqa: E402
+from throughline.models.attention_cuda import CAPABILITIES  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402

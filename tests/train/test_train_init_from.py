@@ -16,11 +16,10 @@ import transformers
 from safetensors.torch import save_file
 from throughline.core.errors import Refused
 from throughline.data.tokenizer import Tokenizer
+from throughline.models.bert import Head
 from throughline.models.config import BERTConfig, GPTConfig
-from throughline.models.heads import Head, build_with_head
 from throughline.models.huggingface import to_huggingface
-from throughline.models.huggingface_heads import head_to_huggingface
-from throughline.models.init import build
+from throughline.models.init import build, build_with_head
 from throughline.planner.layout import Layout
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoints.weights_in import adopt, open_weights, start_from
@@ -293,7 +292,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: py
 def test_a_fine_tuned_bert_gives_its_encoder(tmp_path: Path) -> None:
     """The pretraining heads that it lacks keep their first values."""
     base = scattered(BERT_SHAPE)
-    fields, state = head_to_huggingface(build_with_head(base, Head("token-classification", ("a", "b"))))
+    fields, state = to_huggingface(build_with_head(base, Head("token-classification", ("a", "b"))))
     (tmp_path / "config.json").write_text(json.dumps(fields))
     save_file(state, tmp_path / "model.safetensors")
     values = adopt(open_weights(tmp_path)[0], BERT_SHAPE, "here")

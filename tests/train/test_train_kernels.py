@@ -9,8 +9,8 @@ import torch
 from throughline.core.errors import WrongUse
 from throughline.models.attention import scaled_dot_product
 from throughline.models.attention_cpu import QUERIES
+from throughline.models.config import preset
 from throughline.models.init import build
-from throughline.models.presets import preset
 from throughline.train import compile as compilation
 from throughline.train import loss as losses
 from throughline.train.compile import pays, to_compile

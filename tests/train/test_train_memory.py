@@ -10,7 +10,7 @@ import pytest
 import torch
 from throughline.core.errors import Failed, Refused
 from throughline.core.recipe import dump_toml
-from throughline.models.presets import preset
+from throughline.models.config import preset
 from throughline.planner.memory import device_terms
 from throughline.train import memory, objective
 from throughline.train.build import RunPlan, StepBatches, build_trainer, training_rows

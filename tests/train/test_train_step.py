@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from throughline.core.errors import WrongUse
-from throughline.models.capability import CAPABILITIES
+from throughline.models.attention_cuda import CAPABILITIES
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.objective import StepBatch

@@ -18,10 +18,10 @@ from throughline.core.artifact import read_manifest
 from throughline.core.errors import Refused
 from throughline.core.recipe import dump_toml
 from throughline.data.ingest.tokenize import tokenize
+from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.samples import open_dataset
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train import corpus
 from throughline.train.build import RunPlan, build_trainer, dataset_options, plan_run, training_rows
 from throughline.train.checkpoints.checkpoint import load_model

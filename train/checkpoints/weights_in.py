@@ -22,11 +22,10 @@ from ...data.backends import Reference, difference
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
 from ...models.config import BERTConfig, GPTConfig, ModelConfig, family_of
+from ...models.families import pairs
 from ...models.gpt import GPT
-from ...models.huggingface import fill
-from ...models.huggingface_config import WHOLE
-from ...models.huggingface_heads import load_huggingface
-from ...models.huggingface_names import pairs
+from ...models.huggingface import fill, load_huggingface
+from ...models.huggingface_config import WHOLE, family_of_shape
 from ...models.init import empty_model, initial_values
 from ...planner.tables import Box
 from ..engine import Engine
@@ -157,7 +156,8 @@ def read_nanogpt(path: Path) -> GPT:
         theirs[name] = value.t() if turned and value.dim() == 2 else value
     model = empty_model(config, "cpu", torch.float32)
     ours = dict(model.named_parameters())
-    fill(model, [pair for pair in pairs(config) if pair.ours in ours], config.head_size, theirs, path)
+    table = pairs(config, family_of_shape(config))
+    fill(model, [pair for pair in table if pair.ours in ours], theirs, path)
     assert isinstance(model, GPT)
     return model.eval()
 

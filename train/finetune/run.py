@@ -21,12 +21,10 @@ from ...core.console import cell, say
 from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
 from ...data.tokenizer import Tokenizer, write_beside
-from ...models.bert import BERT
+from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT
-from ...models.heads import BERTWithHead
 from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
-from ...models.huggingface_heads import head_to_huggingface
 from ...models.sentence import read_sentence
 from ...planner.layout import require_world
 from ..build import RunPlan
@@ -224,11 +222,8 @@ def write_model(
     """A Hugging Face directory of a model with its head, the tokenizer, and what stands beside that in `beside`."""
     from safetensors.torch import save_file
 
-    if isinstance(model, BERTWithHead):
-        fields, state = head_to_huggingface(model)
-    else:
-        assert isinstance(model, (GPT, BERT))
-        fields, state = to_huggingface(model)
+    assert isinstance(model, GPT | BERT | BERTWithHead)
+    fields, state = to_huggingface(model)
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     ids = {f"{role}_token_id": i for role, i in tokenizer.special.items() if role in ("bos", "eos", "pad")}

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
+from ...models.bert import Head
 from ...models.config import BERTConfig, ModelConfig
-from ...models.heads import Head, empty_with_head
-from ...models.init import empty_model
+from ...models.init import empty_model, empty_with_head
 from ...models.sentence import MEAN, Sentence
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum
 from ..objective import Objective, bound_documents, places_of

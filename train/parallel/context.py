@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...data.options import NO_TARGET
+from ...data.dataset import NO_TARGET
 from ...models import attention_cpu, attention_cuda
 from ...models.attention import Documents
 from .mesh import Axis

@@ -20,8 +20,7 @@ from ...core.console import amount, cell, say
 from ...core.errors import WrongUse, did_you_mean, download_hint
 from ...core.hardware import chips, machine
 from ...core.recipe import build_recipe, dump_toml, load_recipe
-from ...models.config import ModelConfig, family_of
-from ...models.presets import preset
+from ...models.config import ModelConfig, family_of, preset
 from ...planner.memory import capacity_bytes
 from .recipe import Recipe
 from .resolved import MOST_EPOCHS, model_config, predicted_memory, resolve, shape_of
@@ -179,8 +178,7 @@ def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
     """
     from ...data.ingest.inputs import expand_inputs
     from ...data.ingest.readers import ReadOptions
-    from ...data.ingest.sample import sample
-    from ...data.train_tokenizer import train_tokenizer
+    from ...data.new_tokenizer import sample, train_tokenizer
 
     if has_weights:
         fix = "throughline recipe new --from DIRECTORY --data TOKENS"

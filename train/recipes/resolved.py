@@ -13,8 +13,7 @@ from typing import Any
 from ...core.console import cell, duration, warn
 from ...core.files import read_json
 from ...core.hardware import computes_in, machine
-from ...models.config import FAMILIES, ModelConfig, family_of
-from ...models.presets import preset, preset_names
+from ...models.config import FAMILIES, ModelConfig, family_of, preset, preset_names
 from ...planner.cost import kernel_totals, step_seconds
 from ...planner.hardware import Cluster, this_machine
 from ...planner.layout import ZERO_BUBBLE, default_micro_rows
@@ -126,7 +125,7 @@ def _capabilities() -> list[str]:
     try:
         import torch
 
-        from ...models.capability import capability
+        from ...models.attention_cuda import capability
     except ImportError:
         return named
     devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))

@@ -1,4 +1,5 @@
-"""Tokenizers made here: byte-level BPE, WordPiece and characters, trained on text.
+"""New tokenizers: byte-level BPE, WordPiece and characters, trained on a sample of text, or made of a vocabulary that
+others published (GPT-2's, BERT's, a tokenizer.json).
 
 Training is a pure function of the files and the settings: the same tokenizer.json on every run. The library's
 WordPiece trainer is not (ids of continuing characters follow the order of a hash map), so WordPiece is
@@ -9,17 +10,98 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import psutil
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
-from ..core.console import amount, say, warn
-from ..core.errors import Failed, WrongUse
+from ..core.console import amount, progress, say, warn
+from ..core.errors import Failed, Refused, WrongUse
+from ..core.files import read_json
 from ..core.hardware import memory_limit_bytes
-from .import_tokenizer import BERT_SPECIAL, EOT, bert_library
-from .tokenizer import Tokenizer
+from .ingest.inputs import Source
+from .ingest.readers import ReadOptions, read, splittable
+from .ingest.text import MAX_REPLACED, check_replaced, utf8_bytes
+from .tokenizer import FILE, Tokenizer
+
+EOT = "<|endoftext|>"
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
+    """BERT's tokenizer over a vocabulary: its normaliser, its splitting, greedy WordPiece."""
+    unknown = "[UNK]"
+    library = Library(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
+    library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
+    roles = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
+    pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
+    library.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, roles)
+    library.add_special_tokens(list(BERT_SPECIAL))
+    return library
+
+
+def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[Tokenizer, list[Path]]:
+    """A GPT-2 vocabulary (encoder.json + vocab.bpe, vocab.json + merges.txt), vocab.txt, or tokenizer.json.
+
+    `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of
+    a BERT vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise WrongUse("no such path", where=path, fix="check the spelling")
+    for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        files = [folder / name for name in names]
+        if (path.is_dir() or path in files) and all(file.is_file() for file in files):
+            return _gpt2(*files), files
+    vocab = path / "vocab.txt" if path.is_dir() else path
+    if vocab.suffix == ".txt" and vocab.is_file():
+        return _bert(vocab, lowercase), [vocab]
+    file = path / FILE if path.is_dir() else path
+    if file.is_file():
+        return Tokenizer.load(file), [file]
+    why = "looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json"
+    fix = "give the directory that holds one of these"
+    raise WrongUse("no vocabulary here", where=path, why=why, fix=fix)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fix = "give the file as it was published"
+        raise Refused("a vocabulary is no UTF-8 text", where=file, why=str(error), fix=fix) from error
+
+
+def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
+    vocab: dict[str, int] = read_json(encoder)
+    lines = _read(merges).split("\n")
+    pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
+        fix = f"give the {merges.name} that came with {encoder.name}"
+        raise WrongUse("merges and vocabulary do not belong together", where=merges, fix=fix)
+    library = Library(models.BPE(vocab, pairs))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    if EOT in vocab:
+        library.add_special_tokens([EOT])
+    return Tokenizer(library.to_str())
+
+
+def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
+    tokens = _read(file).removesuffix("\n").split("\n")
+    vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
+    if missing := [name for name in BERT_SPECIAL if name not in vocab]:
+        why = f"it lacks {', '.join(missing)}"
+        raise WrongUse("not a BERT vocabulary", where=file, why=why, fix="give BERT's vocab.txt")
+    if lowercase is None:
+        lowercase = not any(token != token.lower() for token in vocab if not token.startswith("["))
+    return Tokenizer(bert_library(vocab, lowercase).to_str())
+
 
 RUN = re.compile(r"\S{1000}")  # longer runs are broken for training: their pieces are no words anyway
 BLANKS = re.compile(r"(?<!\s)(\s{1000})\s+")  # more of a run teaches nothing, and merging it takes hours
@@ -51,13 +133,16 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = _trainer(vocab_size - 1, alphabet)
     broken = (RUN.sub("\\g<0>\n", BLANKS.sub("\\1", text)) for text in _watched(texts))
     _train(library, broken, trainer)
     library.add_special_tokens([EOT])
     return _made(library, vocab_size)
+
+
+def _trainer(vocab_size: int, alphabet: list[str], **more: Any) -> trainers.BpeTrainer:
+    how: dict[str, Any] = {"min_frequency": 2, "initial_alphabet": alphabet, "show_progress": False}
+    return trainers.BpeTrainer(vocab_size=vocab_size, **how, **more)
 
 
 def _train(library: Library, texts: Iterable[str], trainer: trainers.Trainer) -> None:
@@ -147,13 +232,7 @@ def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: lis
         raise Failed("no text to train on", fix="name inputs that hold text")
     check_memory(len(words))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
+    trainer = _trainer(vocab_size, alphabet, limit_alphabet=len(alphabet))
     _train(library, _repeated(words), trainer)
 
 
@@ -206,3 +285,57 @@ def _characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     library.decoder = decoders.Fuse()
     library.add_special_tokens([UNK, EOT])
     return Tokenizer(library.to_str())
+
+
+SAMPLE_BYTES = 1_000_000_000
+STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
+COMPRESSED_RATIO = 3.5  # text bytes per byte of a compressed file, for the shares of the sample only
+
+
+def sample(
+    sources: list[Source],
+    options: ReadOptions,
+    budget: int,
+    counts: Counter[str],
+    max_replaced: float = MAX_REPLACED,
+) -> Iterator[str]:
+    """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
+
+    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset, a document per
+    file and what has documents longer than the stripes give their beginning, as much as their share. Raises
+    Failed when more than `max_replaced` of the characters are invalid.
+    """
+    ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
+    sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
+    share = min(1.0, budget / max(sum(sizes), 1))
+    # bytes: what the stripes passed are to give less what they gave; what is to be taken
+    owed, left = 0.0, float(budget)
+    with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
+        for source, size in zip(sources, sizes):
+            left = size * share if share < 1 else left
+            for start, stop, stripe in _stripes(source, size, share, options):
+                owed += stripe * share
+                if share < 1 and owed <= 0:
+                    continue
+                for batch in read(source, start, stop, options, counts):
+                    yield from batch.texts
+                    counts["characters"] += sum(map(len, batch.texts))
+                    done = utf8_bytes(batch.texts)
+                    owed, left = owed - done, left - done
+                    bar.advance(done)
+                    if left < 0:  # a dataset's size may not be known, a ratio be larger
+                        break
+    where = f"the sample of {len(sources)} inputs"
+    check_replaced(counts["replaced"], counts["characters"], max_replaced, where)
+
+
+def _stripes(
+    source: Source, size: float, share: float, options: ReadOptions
+) -> Iterator[tuple[int, int | None, float]]:
+    """(start, stop, bytes) of the parts of a source that are taken or left whole."""
+    if share >= 1 or not splittable(source, options):
+        yield 0, None, size
+        return
+    for start in range(0, source.bytes, STRIPE_BYTES):
+        stop = min(start + STRIPE_BYTES, source.bytes)
+        yield start, stop if stop < source.bytes else None, stop - start

@@ -1,12 +1,141 @@
-"""Text columns: parquet files by row group, and Hugging Face datasets, streamed."""
+"""Files as blocks of bytes: opened at an offset, decompressed, damage named, cut at separators. And text columns:
+parquet files by row group, and Hugging Face datasets, streamed.
+"""
 
-from collections.abc import Callable, Iterator
+import bz2
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...core.errors import Failed, MissingExtra, Refused, ThroughlineError, WrongUse
 from .inputs import DATASET_PREFIX, is_saved_dataset
+
+BLOCK_BYTES = 1 << 20
+BLANK = b" \t\r\n"
+LINE_END = re.compile(rb"\n")
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")  # greedy: one match takes the whole run of blank lines
+
+
+@contextmanager
+def open_blocks(
+    path: str, compression: str, offset: int, on_bytes: Callable[[int], None]
+) -> Iterator[Iterator[bytes]]:
+    """The (decompressed) content of a file from `offset` on, in blocks of about BLOCK_BYTES.
+
+    `on_bytes` is told how many bytes of the file each block took. Raises Failed when the file cannot be
+    opened or its compressed data are cut short or damaged.
+    """
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the with below
+    except OSError as error:
+        fix = "put the file back, or start again without it and with another --out"
+        why = error.strerror or str(error)
+        raise Failed("cannot open an input", where=path, why=why, fix=fix) from error
+    with file:
+        file.seek(offset)
+        yield _guarded(file, path, compression, on_bytes)
+
+
+def _guarded(
+    file: IO[bytes], path: str, compression: str, on_bytes: Callable[[int], None]
+) -> Iterator[bytes]:
+    told = file.tell()
+    fix = "copy or download the file again"
+    try:
+        for block in _decompressed(file, compression):
+            on_bytes(file.tell() - told)
+            told = file.tell()
+            yield block
+    except EOFError as error:
+        why = "it ends in the middle of its compressed data"
+        raise Failed("a compressed file is cut short", where=path, why=why, fix=fix) from error
+    except (zlib.error, ValueError) as error:
+        raise Failed("a compressed file is damaged", where=path, why=str(error), fix=fix) from error
+    except OSError as error:  # gzip and bz2 report damage as an OSError without a number
+        what = "a compressed file is damaged" if error.errno is None else "cannot read a file"
+        raise Failed(what, where=path, why=str(error), fix=fix) from error
+
+
+def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
+    if compression == "zst":
+        yield from _unzstd(file)
+        return
+    opened: Any = file
+    if compression and os.fstat(file.fileno()).st_size:  # an empty file is no damaged one
+        opened = gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
+    while block := opened.read(BLOCK_BYTES):
+        yield block
+
+
+def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
+    """Zstandard frames. Unlike zstandard's stream reader this notices a frame that is cut short.
+
+    Input goes in 4 KiB at a time: data compressed 32,000 : 1 then expand to 128 MiB at once and not more.
+    """
+    import zstandard
+
+    context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    decoder, pending, out, size = None, b"", [], 0
+    try:
+        while chunk := (pending or file.read(4096)):
+            decoder = decoder or context.decompressobj()
+            out.append(decoder.decompress(chunk))
+            size += len(out[-1])
+            pending = decoder.unused_data
+            decoder = None if decoder.eof else decoder
+            if size >= BLOCK_BYTES:
+                yield b"".join(out)
+                out, size = [], 0
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+    if size:
+        yield b"".join(out)
+    if decoder is not None:
+        raise EOFError
+
+
+def between(
+    blocks: Iterable[bytes], start: int, stop: int | None, separator: re.Pattern[bytes]
+) -> Iterator[bytes]:
+    """The part of a file from the end of the first separator at or after `start - 1` to that for `stop - 1`.
+
+    `blocks` begin at max(start - 1, 0); start 0 is the beginning of the file, stop None its end. Where one
+    range stops the next one starts by the same rule, so ranges that touch share nothing and lose nothing.
+    """
+    position, seeking = max(start - 1, 0), start > 0
+    held: list[bytes] = []  # a run of white space is judged when its end is known
+    for block in blocks:
+        if not block.strip(BLANK):
+            held.append(block)
+            continue
+        block = b"".join([*held, block])
+        solid = len(block.rstrip(BLANK))
+        block, held = block[:solid], [block[solid:]]
+        while True:  # twice at most: the separator at the start, then the one at the stop
+            base = 0 if seeking or stop is None else max(stop - 1 - position, 0)
+            found = separator.search(block, base) if seeking or stop is not None else None
+            if found is None:
+                break
+            if not seeking:
+                yield block[: found.end()]
+                return
+            if stop is not None:
+                again = separator.search(block, max(stop - 1 - position, 0))
+                if again is not None and again.end() == found.end():
+                    return
+            position += found.end()
+            block, seeking = block[found.end() :], False
+        position += len(block)
+        if block and not seeking:
+            yield block
+    if not seeking and (rest := b"".join(held)):
+        yield rest
+
 
 TARGET_BYTES = 4 << 20  # of text per batch of rows
 
@@ -14,8 +143,8 @@ TARGET_BYTES = 4 << 20  # of text per batch of rows
 def parquet_rows(
     path: str, start: int, stop: int | None, column: str, on_bytes: Callable[[int], None], whole: bool = False
 ) -> Iterator[list[Any]]:
-    """Rows of the row groups whose first byte lies in [start, stop), in lists: dicts with bytes or None in
-    `column`, and with all other columns when `whole`.
+    """Rows of the row groups whose first byte lies in [start, stop), in lists: dicts with bytes or None in `column`,
+    and with all other columns when `whole`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -30,11 +159,16 @@ def parquet_rows(
             kept = kind.value_type if pa.types.is_dictionary(kind) else kind
             texts = (pa.string(), pa.large_string(), pa.string_view())
             if kept not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
-                raise _no_text(path, column, f"its type is {kind}")
+                fix = "name another with --field"
+                why = f"its type is {kind}"
+                raise WrongUse(f"column {column!r} holds no text", where=path, why=why, fix=fix)
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
-                if _offset(facts) >= start and (stop is None or _offset(facts) < stop):
-                    size = _column(facts, column).total_uncompressed_size
+                columns = [facts.column(i) for i in range(facts.num_columns)]
+                first = columns[0]
+                offset = first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
+                if offset >= start and (stop is None or offset < stop):
+                    size = next(c.total_uncompressed_size for c in columns if c.path_in_schema == column)
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
                     for batch in file.iter_batches(rows, [group], None if whole else [column]):
                         place = batch.schema.get_field_index(column)
@@ -42,7 +176,7 @@ def parquet_rows(
                         values = values.dictionary_decode() if kept is not kind else values
                         values = values.cast(pa.large_binary())  # arrow does not check bytes for UTF-8
                         yield batch.set_column(place, column, values).to_pylist()
-                    on_bytes(sum(facts.column(i).total_compressed_size for i in range(facts.num_columns)))
+                    on_bytes(sum(each.total_compressed_size for each in columns))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
         raise Failed("a parquet file is damaged", where=path, why=str(error), fix=fix) from error
@@ -52,20 +186,6 @@ def no_column(where: str, column: str, names: list[str]) -> WrongUse:
     """The error of a column that is not there."""
     why = f"columns: {', '.join(names)}"
     return WrongUse(f"no column {column!r}", where=where, why=why, fix="name one with --field")
-
-
-def _no_text(where: str, column: str, why: str) -> WrongUse:
-    return WrongUse(f"column {column!r} holds no text", where=where, why=why, fix="name another with --field")
-
-
-def _column(row_group: Any, name: str) -> Any:
-    columns = map(row_group.column, range(row_group.num_columns))
-    return next(column for column in columns if column.path_in_schema == name)
-
-
-def _offset(row_group: Any) -> int:
-    first = row_group.column(0)
-    return first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
 
 
 def _hub_name(name: str) -> tuple[str, str, str]:
@@ -169,6 +289,7 @@ def dataset_rows(
                 raise no_column(name, column, list(batch))
             values = batch[column]
             if odd := [value for value in values if not isinstance(value, str | bytes | None)]:
-                raise _no_text(name, column, f"it holds {type(odd[0]).__name__}")
+                why, fix = f"it holds {type(odd[0]).__name__}", "name another with --field"
+                raise WrongUse(f"column {column!r} holds no text", where=name, why=why, fix=fix)
             on_bytes(sum(len(value) for value in values if value))
             yield [dict(zip(batch, row)) for row in zip(*batch.values())]
