@@ -225,7 +225,6 @@ def test_light_modules_import_no_torch() -> None:
     ]
     names += [
         "throughline.models.config",
-        "throughline.models.config",
         "throughline.train.recipes.new_recipe",
         "throughline.train.recipes.rules",
         "throughline.prove.own",

@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
-from throughline.data.ingest import inputs, sample
+from throughline.data import new_tokenizer
+from throughline.data.ingest import inputs
 from throughline.data.tokenizer import Tokenizer
 from throughline.train.recipes import new_recipe
 from throughline.train.recipes.new_recipe import ON_GPU, TOKEN_BYTES, recipe_for_text
@@ -27,7 +28,7 @@ def test_the_longest_recipe_that_the_text_feeds(
     lengths = []
     for size in (1e5, 5e6, 3e7, 1e8, 1e10):
         monkeypatch.setattr(inputs, "expand_inputs", lambda _, size=size: [SimpleNamespace(bytes=size)])
-        monkeypatch.setattr(sample, "sample", lambda *_: iter([text.read_text()]))
+        monkeypatch.setattr(new_tokenizer, "sample", lambda *_: iter([text.read_text()]))
         name, *overrides = recipe_for_text(str(text), tmp_path / "run", False)
         recipe = load_recipe(name, Recipe, overrides, RULES)
         tokens = recipe.train.steps * recipe.train.rows_per_step * recipe.train.sequence_length
