@@ -26,9 +26,7 @@ PROMPT = "ROMEO:\nO"
 @click.command()
 @option("--out", PATH, "Directory in which everything is written.", "runs/demo")
 @option(
-    "--text",
-    click.Path(exists=True, path_type=Path),
-    "Path of a text to use instead of the shipped Shakespeare.",
+    "--text", click.Path(exists=True, path_type=Path), "Path of a text, instead of the shipped Shakespeare."
 )
 @throughline_command
 def command(out: Path, text: Path | None) -> None:
@@ -41,35 +39,32 @@ def command(out: Path, text: Path | None) -> None:
     Example:  throughline demo --out runs/demo
     """
     start = time.monotonic()
-    samples = Path(str(resources.files(PACKAGE).joinpath("recipes", "samples")))
-    text = text or samples / "tinyshakespeare" / "input.txt"
-    stages = road(out, text)
+    shipped = resources.files(PACKAGE).joinpath("recipes", "samples", "tinyshakespeare", "input.txt")
+    text = text or Path(str(shipped))
     check_text(out, text)
-    seconds = {made: run_stage(words, out / made) for made, words in stages}
+    seconds = {made: run_stage(words, out / made) for made, words in road(out, text)}
     answers = ask(out)
-    lines = summary(out, seconds, answers, time.monotonic() - start)
-    console.result({"seconds": seconds, "answers": answers, "total_seconds": time.monotonic() - start}, lines)
+    facts: dict[str, Any] = {"seconds": seconds, "answers": answers}
+    facts["total_seconds"] = time.monotonic() - start
+    console.result(facts, summary(out, **facts))
 
 
 def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
     """(directory made below `out`, words of the command) of every stage, in order."""
     stages: list[tuple[str, list[str]]] = []
-    plans: tuple[tuple[str, list[str], list[str], str], ...] = (
-        ("gpt", ["--type", "bpe", "--vocab-size", "1024"], [], "lambada_openai,blimp_transitive"),
-        ("bert", ["--type", "wordpiece", "--vocab-size", "2048"], ["--sentences"], "blimp_transitive"),
-    )
-    for family, vocabulary, sentences, tasks in plans:
-        tokenizer, tokens, run, scores, onnx = (
-            str(out / f"{family}-{name}") for name in ("tokenizer", "tokens", "run", "scores", "onnx")
-        )
+    for family, vocabulary, sentences, tasks in (
+        ("gpt", "--type bpe --vocab-size 1024", "", "lambada_openai,blimp_transitive"),
+        ("bert", "--type wordpiece --vocab-size 2048", "--sentences", "blimp_transitive"),
+    ):
+        at, source = shlex.quote(str(out / family)), shlex.quote(str(text))
         commands = {
-            "tokenizer": ["data", "tokenizer", str(text), *vocabulary, "--out", tokenizer],
-            "tokens": ["data", "tokenize", str(text), "--tokenizer", tokenizer, *sentences, "--out", tokens],
-            "run": ["train", f"{family}-shakespeare", "--set", f"data.train={tokens}", "--run-dir", run],
-            "scores/scores": ["eval", run, "--tasks", tasks, "--limit", "100", "--out", scores],
-            "onnx": ["export", run, "--to", "onnx", "--out", onnx],
+            "tokenizer": f"data tokenizer {source} {vocabulary} --out {at}-tokenizer",
+            "tokens": f"data tokenize {source} --tokenizer {at}-tokenizer {sentences} --out {at}-tokens",
+            "run": f"train {family}-shakespeare --set data.train={at}-tokens --run-dir {at}-run",
+            "scores/scores": f"eval {at}-run --tasks {tasks} --limit 100 --out {at}-scores",
+            "onnx": f"export {at}-run --to onnx --out {at}-onnx",
         }
-        stages += [(f"{family}-{made}", words) for made, words in commands.items()]
+        stages += [(f"{family}-{made}", shlex.split(words)) for made, words in commands.items()]
     return stages
 
 
@@ -104,9 +99,8 @@ def ask(out: Path) -> dict[str, Any]:
     """Serve both models and ask each one question over HTTP."""
     words = ["serve", f"gpt={out / 'gpt-onnx'}", f"bert={out / 'bert-onnx'}", "--port", "0"]
     console.say(f"\n$ throughline {shlex.join(words)}")
-    server = subprocess.Popen(
-        [sys.executable, "-m", f"{PACKAGE}.cli.main", *words], stderr=subprocess.PIPE, text=True
-    )
+    program = [sys.executable, "-m", f"{PACKAGE}.cli.main"]
+    server = subprocess.Popen([*program, *words], stderr=subprocess.PIPE, text=True)
     try:
         url = _address(server)
         start = time.monotonic()
@@ -138,25 +132,16 @@ def _post(url: str, body: dict[str, Any]) -> Any:
         return json.loads(answer.read())
 
 
-def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any], total: float) -> list[str]:
+def summary(
+    out: Path, seconds: dict[str, float | None], answers: dict[str, Any], total_seconds: float
+) -> list[str]:
     """What was made, how good and how fast, and what to type next."""
     rows = []
-    for family in ("gpt", "bert"):
-        names = ("tokenizer", "tokens", "run", "scores/scores", "onnx")
-        facts = {name.split("/")[0]: read_manifest(out / f"{family}-{name}").facts for name in names}
-        tokens = facts["tokens"]
-        good = {
-            "tokenizer": f"{facts['tokenizer']['vocab_size']:,} entries",
-            "tokens": f"{tokens['tokens']:,} tokens of {tokens['text_bytes'] / tokens['tokens']:.2f} bytes",
-            "run": _trained(facts["run"]),
-            "scores": _scored(facts["scores"]["scores"]),
-            "onnx": "equals torch to {parity_max_abs:.0e} (bound {parity_bound:.0e})".format(**facts["onnx"]),
-        }
-        rate = {"run": f"{facts['run']['tokens_per_s']:,.0f} tokens/s"}
-        for name, text in good.items():
-            spent = next(value for made, value in seconds.items() if made.split("/")[0] == f"{family}-{name}")
-            time_text = "kept" if spent is None else console.duration(spent)
-            rows.append((f"{family}-{name}", text, time_text, rate.get(name, "")))
+    for made, spent in seconds.items():
+        facts = read_manifest(out / made).facts
+        rate = f"{facts['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in facts else ""
+        time_text = "kept" if spent is None else console.duration(spent)
+        rows.append((made.split("/")[0], _how_good(made, facts), time_text, rate))
     place = shlex.quote(str(out))
     words = ", ".join(choice["text"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
     gpt = (PROMPT + answers["completion"]).splitlines()
@@ -168,7 +153,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
         "  GPT   " + " / ".join(line for line in gpt if line)[:110],
         f"  BERT  my lord, the [MASK] is here.  ->  {words}",
         "",
-        f"done in {console.duration(total)}. Next:",
+        f"done in {console.duration(total_seconds)}. Next:",
         f"  throughline serve gpt={place}/gpt-onnx bert={place}/bert-onnx      # then open http://127.0.0.1:8000/",
         f"  throughline generate {place}/gpt-onnx --prompt 'JULIET:'",
         f"  throughline show {place}/gpt-onnx                            # what it was made from, back to the text",
@@ -176,13 +161,20 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
     ]
 
 
-def _trained(facts: dict[str, Any]) -> str:
+def _how_good(made: str, facts: dict[str, Any]) -> str:
+    if made.endswith("-tokenizer"):
+        return f"{facts['vocab_size']:,} entries"
+    if made.endswith("-tokens"):
+        return f"{facts['tokens']:,} tokens of {facts['text_bytes'] / facts['tokens']:.2f} bytes"
+    if made.endswith("/scores"):
+        found = facts["scores"].items()
+        return ", ".join(f"{task} {next(iter(metrics.values())):.2f}" for task, metrics in found)
+    if made.endswith("-onnx"):
+        return f"equals torch to {facts['parity_max_abs']:.0e} (bound {facts['parity_bound']:.0e})"
     validation = facts["validation"]
     if "perplexity" in validation:
-        return f"validation perplexity {validation['perplexity']:.1f}, {validation['bits_per_byte']:.2f} bits per byte"
+        return "validation perplexity {perplexity:.1f}, {bits_per_byte:.2f} bits per byte".format(
+            **validation
+        )
     nsp = validation.get("nsp_accuracy", 0)
     return f"validation MLM accuracy {validation['mlm_accuracy']:.1%}, NSP accuracy {nsp:.1%}"
-
-
-def _scored(scores: dict[str, dict[str, float]]) -> str:
-    return ", ".join(f"{task} {next(iter(metrics.values())):.2f}" for task, metrics in scores.items())

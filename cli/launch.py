@@ -10,6 +10,8 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
+from ..core.hardware import machine
+from ..core.recipe import find_recipe, load_recipe
 from .common import option, pretraining_recipe, throughline_command, with_weights
 from .main import main
 
@@ -67,9 +69,8 @@ def command(
     made = jobs.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
         raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
-    processes, name, run_dir, about, gpus = (
-        made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "", True)
-    )
+    doctors = (nproc or _devices(), "doctor", None, "", True)
+    processes, name, run_dir, about, gpus = made(nproc, arguments) if made else doctors
     if emit is None:
         from ..train.parallel.launch import run_processes
 
@@ -77,15 +78,15 @@ def command(
     from ..train.parallel.jobs import Job, job_file
 
     job = Job(arguments, processes, per_machine, name, run_dir, about, restarts, gpus)
-    text = job_file(emit, job, image)
-    facts = {"kind": emit, "machines": job.machines, "processes": processes, "text": text}
-    console.result(facts, text.splitlines())
+    _print(job_file(emit, job, image), kind=emit, machines=job.machines, processes=processes)
+
+
+def _print(text: str, **facts: Any) -> None:
+    console.result(facts | {"text": text}, text.splitlines())
 
 
 def _devices() -> int:
     """A process for each GPU of this machine, else two."""
-    from ..core.hardware import machine
-
     return max(len(machine().gpus), 2)
 
 
@@ -101,7 +102,6 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
-    from ..core.recipe import find_recipe
     from ..planner.layout import require_world
     from ..train.recipes.resolved import model_config
     from ..train.recipes.rules import can_be_had
@@ -119,7 +119,6 @@ def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
 
 def _finetune_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
     """A fine-tuning checks the count of its processes itself, with the model."""
-    from ..core.recipe import find_recipe, load_recipe
     from ..train.finetune.recipe import RULES, FinetuneRecipe
 
     given = _given(arguments)
@@ -150,8 +149,7 @@ def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> 
         fix = "add --host 0.0.0.0 and leave --port out"
         raise WrongUse("probes reach a pod from outside, at port 8000", where="serve", fix=fix)
     name = Path(given["paths"][0].partition("=")[0]).name
-    text = service_file(arguments, name, image, given["device"] != "cpu")
-    console.result({"kind": emit, "text": text}, text.splitlines())
+    _print(service_file(arguments, name, image, given["device"] != "cpu"), kind=emit)
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:
@@ -171,7 +169,5 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
         what = "no element of a job array knows whether another has begun anew"
         raise WrongUse(what, where="--overwrite", fix=fix)
     elements, cores = -(-processes // per_machine), min(per_machine, processes)
-    name = f"tokenize-{Path(given['out']).name}"
-    text = slurm_array(arguments, elements, cores, name)
-    facts = {"kind": emit, "machines": elements, "processes": elements * cores, "text": text}
-    console.result(facts, text.splitlines())
+    text = slurm_array(arguments, elements, cores, f"tokenize-{Path(given['out']).name}")
+    _print(text, kind=emit, machines=elements, processes=elements * cores)

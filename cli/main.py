@@ -31,7 +31,7 @@ VERBS = {
     "report": ("artifacts", "Write a run's report.html again."),
     "compare": ("artifacts", "Compare two runs or two score files; the exit code says whether they agree."),
     "recipe": ("recipe", "List, show, check and write recipes."),
-    "doctor": ("doctor", "Versions, hardware and optional packages of this machine."),
+    "doctor": ("bench", "Versions, hardware and optional packages of this machine."),
 }
 
 

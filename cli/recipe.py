@@ -6,7 +6,17 @@ from pathlib import Path
 import click
 
 from ..core import console
-from ..core.recipe import describe, dump_toml, find_recipe, load_recipe, shipped_recipes
+from ..core.errors import WrongUse
+from ..core.files import write_atomic
+from ..core.hardware import chips
+from ..core.recipe import Section, describe, dump_toml, find_recipe, load_recipe, read_toml, shipped_recipes
+from ..models.config import preset_names
+from ..planner.hardware import find_cluster, shipped_table
+from ..train.finetune import recipe as finetune
+from ..train.recipes.new_recipe import new_recipe
+from ..train.recipes.recipe import Recipe
+from ..train.recipes.resolved import check_epochs, model_config, outlook, resolve
+from ..train.recipes.rules import RULES
 from .common import PATH, option, recipe_options, throughline_command
 
 
@@ -23,11 +33,9 @@ def list_recipes() -> None:
     \b
     Example:  throughline recipe list
     """
-    rows = [
-        (name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
-        for name, path in shipped_recipes().items()
-    ]
-    console.result({"recipes": dict(rows)}, [f"{name:<28}{note}" for name, note in rows])
+    texts = {name: path.read_text(encoding="utf-8") for name, path in shipped_recipes().items()}
+    notes = {name: text.splitlines()[0].lstrip("# ") for name, text in texts.items()}
+    console.result({"recipes": notes}, [f"{name:<28}{note}" for name, note in notes.items()])
 
 
 @command.command()
@@ -43,14 +51,9 @@ def show(name: str | None) -> None:
         text = find_recipe(name).read_text(encoding="utf-8")
         console.result({"recipe": name, "text": text}, text.splitlines())
         return
-    from ..train.recipes.recipe import Recipe
-
-    rows = describe(Recipe)
-    lines = [
-        line
-        for key, kind, default, note in rows
-        for line in (f"{key}  ({kind}, default {default})", f"    {note}")
-    ]
+    rows, lines = describe(Recipe), []
+    for key, kind, default, note in rows:
+        lines += [f"{key}  ({kind}, default {default})", f"    {note}"]
     console.result({"fields": [dict(zip(("key", "type", "default", "help"), row)) for row in rows]}, lines)
 
 
@@ -63,17 +66,8 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
     \b
     Example:  throughline recipe check gpt-shakespeare --set train.steps=100
     """
-    import tomllib
-    from contextlib import suppress
-
-    from ..core.recipe import Section
-    from ..train.finetune import recipe as finetune
-    from ..train.recipes.recipe import Recipe
-    from ..train.recipes.rules import RULES
-
-    tunes = False
-    with open(find_recipe(recipe), "rb") as file, suppress(tomllib.TOMLDecodeError):  # load_recipe says it
-        tunes = "task" in tomllib.load(file)  # every fine-tuning recipe names its task, no other has one
+    _, tree = read_toml(find_recipe(recipe))
+    tunes = "task" in tree  # every fine-tuning recipe names its task, no other has one
     model: type[Section] = finetune.FinetuneRecipe if tunes else Recipe
     resolved = load_recipe(recipe, model, overrides, finetune.RULES if tunes else RULES)
     text = dump_toml(resolved)
@@ -114,26 +108,14 @@ def new(
     Batch, learning rate and length come from published tables; the file says which. How often the run reads the store,
     how long it takes and what it costs is printed.
     """
-    from ..core.errors import WrongUse
-    from ..core.files import write_atomic
-    from ..core.hardware import chips
     from ..data.store import TokenStore
-    from ..models.config import preset_names
-    from ..planner.hardware import find_cluster, shipped_table
-    from ..train.recipes.new_recipe import new_recipe
-    from ..train.recipes.recipe import Recipe
-    from ..train.recipes.resolved import check_epochs, model_config, outlook, resolve
-    from ..train.recipes.rules import RULES
 
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")
     if sys.stdin.isatty():
         shapes = click.Choice(preset_names())
-        model = (
-            model
-            or init_from
-            or click.prompt("Model (see models/presets.toml)", type=shapes, show_choices=False)
-        )
+        asked = "Model (see models/presets.toml)"
+        model = model or init_from or click.prompt(asked, type=shapes, show_choices=False)
         data = data or click.prompt("Token store")
         machine = machine or click.prompt("Machine", type=click.Choice(["cpu", *chips()]))
         if gpus is None and machine != "cpu":
@@ -156,6 +138,5 @@ def new(
     check_epochs(facts["epochs"])
     if not stored:
         lines.append(f"{data} is not there yet: train --dry-run will say how often the run reads it")
-    console.result(
-        {"path": str(out), "recipe": text} | facts, [*text.splitlines(), f"written to {out}", *lines]
-    )
+    lines = [*text.splitlines(), f"written to {out}", *lines]
+    console.result({"path": str(out), "recipe": text} | facts, lines)

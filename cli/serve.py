@@ -112,7 +112,6 @@ def command(
     models_dir: Path | None,
     options: "BackendOptions",
     api_key_file: Path | None,
-    share_prefixes: bool,
     hosts: tuple[str, ...],
     cors: tuple[str, ...],
     tls_cert: Path | None,
@@ -150,7 +149,7 @@ def command(
         raise WrongUse("there is no such directory", where=f"--models-dir {models_dir}")
     if (tls_cert is None) != (tls_key is None):
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
-    bounds = ServerLimits(**limits, share_prefixes=share_prefixes)
+    bounds = ServerLimits(**limits)
     keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
     if models_dir and not keys and host not in LOOPBACK:
         fix = "give --api-key-file, or listen on 127.0.0.1"
