@@ -113,8 +113,7 @@ def command(
     Example:  throughline eval runs/gpt --tasks lambada_openai,blimp --limit 200
     For a run, its validation figures are printed first. The same command continues a stopped evaluation.
     """
-    from ..eval.request import Request
-    from ..eval.session import evaluate_checkpoints, evaluate_one
+    from ..eval.session import Request, evaluate_checkpoints, evaluate_one
     from ..eval.task import task_listing
 
     if listing:

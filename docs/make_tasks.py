@@ -4,8 +4,8 @@ from typing import Any
 
 from throughline.core.recipe import describe
 from throughline.eval.kinds.kind import Kind
-from throughline.eval.kinds.table import KINDS
 from throughline.eval.metrics import METRICS
+from throughline.eval.task import KINDS
 from throughline.eval.task_file import Matching, Prompt, Source, Step, Task
 from throughline.eval.textops import FILTERS
 

@@ -1,23 +1,76 @@
-"""One task as questions to a model: made from its records, checked against the window, answered, scored."""
+"""One task as questions to a model: made from its records, checked against the window, answered, scored; and the store
+of answers, JSON lines on disk, so that a stopped evaluation goes on where it was.
+"""
 
 import hashlib
-from collections.abc import Callable
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..core.console import progress, say
 from ..core.errors import Failed, WrongUse
+from ..core.files import write_atomic
 from ..core.scorer import Scorer
+from ..core.workspace import Workspace, read_records
 from ..data.records import Record
-from .answers import Answers
-from .fewshot import Before, Draw, HarnessDraw, with_examples
-from .items import Item
+from .items import Draw, HarnessDraw, Item, with_examples
 from .kinds.kind import Asks
 from .metrics import aggregate, random_baseline
 from .task import BoundTask
 
 ANSWERS = 4  # form of the stored answers, part of their keys
+DRAWS = {"own": Draw, "harness": HarnessDraw}
+
+
+class Answers:
+    """The store of answers: a dict in memory, JSON lines on disk (none without a directory)."""
+
+    def __init__(self, directory: Path | None, rank: int = 0) -> None:
+        self.directory = directory
+        self._file = f"answers-{rank}.jsonl"
+        self._known: dict[str, Any] = {}
+        self._dates: dict[str, str] = {}
+        self.reload()
+
+    def reload(self) -> None:
+        """Read what every rank has written."""
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for file in sorted(self.directory.glob("answers-*.jsonl")):
+                for line in read_records(file):
+                    self._known[line["key"]], self._dates[line["key"]] = line["answer"], line.get("date", "")
+
+    def dates(self, keys: Iterable[str]) -> list[str]:
+        """The days on which those of `keys` that are known were answered, in order of time."""
+        return sorted(self._dates[key] for key in keys if key in self._dates)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def add(self, found: dict[str, Any]) -> None:
+        """Keep answers and append them to this rank's file in one write."""
+        self._known.update(found)
+        if self.directory is not None:
+            day = time.strftime("%Y-%m-%d")
+            lines = ({"key": key, "answer": answer, "date": day} for key, answer in found.items())
+            Workspace(self.directory).append(self._file, *lines)
+
+
+def replace_answers(directory: Path, new: Path, keys: Set[str]) -> None:
+    """Put the answers to these keys that lie in another directory in the place of every rank's, and remove it."""
+    lines = [line for file in sorted(new.glob("answers-*.jsonl")) for line in read_records(file)]
+    for file in sorted({directory / "answers-0.jsonl", *directory.glob("answers-*.jsonl")}):
+        lines += (line for line in read_records(file) if line["key"] not in keys)
+        write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
+        lines = []
+    shutil.rmtree(new)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +92,20 @@ class Settings:
 
 @dataclass
 class TaskScores:
-    """One task's scores, and every record's answer in order."""
+    """One task's scores, every record's answer in order, and the questions as they stand without examples."""
 
     summary: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+
+
+class _Row(NamedTuple):
+    """A record that fits the model."""
+
+    number: int
+    item: Item
+    asks: Asks
+    lost: int  # context tokens
 
 
 class Asked:
@@ -53,12 +116,9 @@ class Asked:
         shots = int(bound.member.get("shots", bound.task.shots))
         self.shots = shots if settings.shots is None else settings.shots
         self.skipped = 0
-        fitting = self._fitting(self._items())
-        self.items = [item for _, item, _, _ in fitting]
-        self.records = [number for number, _, _, _ in fitting]
-        self.lost = [lost for _, _, _, lost in fitting]
-        self.asks = [ask for _, _, asks, _ in fitting for ask in asks]
-        self.owners = [place for place, (_, _, asks, _) in enumerate(fitting) for _ in asks]
+        self.rows = self._fitting(self._items())
+        self.items = [row.item for row in self.rows]
+        self.asks = [ask for row in self.rows for ask in row.asks]
         asked = [f"{ANSWERS}\0{scorer.identity}\0{self.kind.key(ask)}" for ask in self.asks]
         self.keys = [hashlib.sha256(text.encode()).hexdigest()[:24] for text in asked]
 
@@ -69,54 +129,47 @@ class Asked:
             raise WrongUse(f"task {bound.name} takes no examples", why=why, fix="leave --shots out")
         pool = self._pool() if self.shots else []
         limit = None if pool is None else settings.limit  # the draw does not depend on --limit
-        items = self.kind.items(bound.records(settings.data_dir, limit))
+        self.plain = self.kind.items(bound.records(settings.data_dir, limit))
         if not self.shots and not task.description:
-            return items
-        own = Draw(bound.name, self.shots, settings.seed or 0, task.first)
-        draw = HarnessDraw(own, settings.seed, task.headroom) if settings.draw == "harness" else own
-        draw = self.kind.draw(self.shots) or draw
-        before = Before(task.description, task.separator)
-        return with_examples(bound.name, items, pool, draw, before)[: settings.limit]
+            return self.plain
+        draw = self.kind.draw or DRAWS[settings.draw]
+        drawn = draw(bound.name, self.shots, settings.seed, task.first, task.headroom)
+        return with_examples(self.plain, pool, drawn, task.description, task.separator)[: settings.limit]
 
     def _pool(self) -> list[Item] | None:
         """What examples are made of; None: the evaluated records themselves."""
         bound = self.bound
-        if bound.task.examples:
-            given = enumerate(bound.task.examples, 1)
-            return self.kind.items(
-                [Record(f"{bound.name}, example {i}", one) for i, one in given], example=True
-            )
+        if given := bound.task.examples:
+            records = [Record(f"{bound.name}, example {i}", one) for i, one in enumerate(given, 1)]
+            return self.kind.items(records, example=True)
         if not bound.source.fewshot_files and not bound.source.fewshot_split:
             return None
         try:
             return self.kind.items(bound.records(self.settings.data_dir, None, fewshot=True), example=True)
         except WrongUse as error:
-            why = error.why or error.what
-            say(
-                f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones"
-            )
+            why = f"no training records at hand ({error.why or error.what})"
+            say(f"{bound.name}: {why}; examples are drawn from the evaluated ones")
             return None
 
-    def _fitting(self, items: list[Item]) -> list[tuple[int, Item, Asks, int]]:
-        """(number, item, what is asked, context tokens lost); what is too long is treated as the settings say."""
+    def _fitting(self, items: list[Item]) -> list[_Row]:
+        """The records to score; what is too long is treated as the settings say."""
         kept = []
-        window = self.scorer.window
         for number, (item, (asks, lost)) in enumerate(zip(items, self.kind.asks(items, self.scorer))):
-            if self.settings.overlong == "skip" and lost:
-                self.skipped += 1
+            if lost and self.settings.overlong == "skip":
                 continue
-            if self.settings.overlong == "error" and lost:
+            if lost and self.settings.overlong == "error":
                 where = f"{item.where} (task {self.bound.name})"
-                why = f"{lost:,} tokens of the context would be lost to the window of {window:,}"
+                why = f"{lost:,} tokens of the context would be lost to the window of {self.scorer.window:,}"
                 fix = (
                     "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
                 )
                 raise Failed("the record's context is too long for the model", where=where, why=why, fix=fix)
             self.kind.check(item, asks, self.scorer)
-            kept.append((number, item, asks, lost))
+            kept.append(_Row(number, item, asks, lost))
         if not kept:
             fix = "evaluate a model with a longer window, or cut contexts with --overlong truncate"
             raise Failed(f"no record of task {self.bound.name} fits the model", where=items[0].where, fix=fix)
+        self.skipped = len(items) - len(kept)
         return kept
 
     def answer(self, answers: Answers, mine: Callable[[str], bool]) -> None:
@@ -125,46 +178,37 @@ class Asked:
         if not pending:
             return
         keys, numbers = list(pending), list(pending.values())
+        wheres = [row.item.where for row in self.rows for _ in row.asks]
         with progress(self.bound.name, total=len(self.keys), unit="questions") as bar:
             bar.start_at(len(self.keys) - len(keys))
-            asks = [self.asks[number] for number in numbers]
-            where = lambda place: self.items[self.owners[numbers[place]]].where  # noqa: E731
-            for batch in self.kind.answers(self.scorer, asks, where):
+            asks, places = [self.asks[number] for number in numbers], [wheres[number] for number in numbers]
+            for batch in self.kind.answers(self.scorer, asks, places):
                 answers.add({keys[place]: value for place, value in batch})
                 bar.advance(len(batch))
 
     def scores(self, answers: Answers) -> TaskScores:
         """Aggregate the answers of all records."""
         bound, task = self.bound, self.bound.task
-        given: list[list[Any]] = [[] for _ in self.items]
-        for key, owner in zip(self.keys, self.owners):
-            given[owner].append(answers[key])
-        outcomes = [self.kind.outcome(item, found) for item, found in zip(self.items, given)]
-        samples = [
-            {
-                "task": bound.name,
-                "record": record,
-                "where": item.where,
-                "lost": lost,
-                "answers": found,
-                "metrics": {name: outcome[name] for name in self.kind.reported},
-            }
-            for record, item, lost, found, outcome in zip(
-                self.records, self.items, self.lost, given, outcomes
-            )
-        ]
+        given = iter([answers[key] for key in self.keys])
+        samples, outcomes = [], []
+        for row in self.rows:
+            found = [next(given) for _ in row.asks]
+            outcomes.append(outcome := self.kind.outcome(row.item, found))
+            about = {"task": bound.name, "record": row.number, "where": row.item.where, "lost": row.lost}
+            own = {name: outcome[name] for name in self.kind.reported}
+            samples.append(about | {"answers": found, "metrics": own})
         metrics = {}
         for name in self.kind.reported:
             how = self.kind.metric(name)
             value, error = aggregate(how, [outcome[name] for outcome in outcomes])
-            baseline = random_baseline(name, self.items)
             metrics[name] = {
                 "value": value,
                 "per": how.per,
                 "stderr": error,
-                "random": baseline,
+                "random": random_baseline(name, self.items),
                 "higher_is_better": how.higher,
             }
+        lost = [row.lost for row in self.rows]
         summary = {
             "task": bound.name,
             "group": bound.group,
@@ -180,12 +224,12 @@ class Asked:
             "data_hash": self._data_hash(),
             "checked": task.checked,
             "stride": min(task.stride, self.scorer.window) or None,
-            "truncated_records": sum(map(bool, self.lost)),
-            "truncated_tokens": sum(self.lost),
+            "truncated_records": sum(map(bool, lost)),
+            "truncated_tokens": sum(lost),
             "skipped_records": self.skipped,
             "scorer": self.scorer.recipe,
         }
-        return TaskScores(summary, samples)
+        return TaskScores(summary, samples, [self.plain[row.number] for row in self.rows])
 
     def _data_hash(self) -> str:
         """Identity of the records and examples as they were asked (12 hex digits)."""

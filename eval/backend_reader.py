@@ -1,19 +1,26 @@
-"""Log-probabilities by any backend (a graph, an engine, a file of llama.cpp) through the protocols of
+"""Log-probabilities and greedy text by any backend (a graph, an engine, a file of llama.cpp) through the protocols of
 `core.backend`.
 
 A tree's prefix is read once into a cache row, copied to one row per branch, and the branches are read on top.
 """
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from ..core.artifact import programs
-from ..core.backend import CausalBackend, EncoderBackend, Limits, Span, batches
-from ..core.logits import log_sum, on_host
-from .tree import Tree
+from ..core.backend import Cache, CausalBackend, EncoderBackend, Limits, Span, batches
+from ..core.errors import Failed
+from ..core.logits import library, log_sum, on_host
+from ..core.scorer import Ids
+from ..inference.runtimes.sampling import GREEDY
+from ..inference.serving.generation import Job
+from ..inference.serving.slots import answer
+from .scoring import Tree
 
 BATCH_TOKENS = 1024
+SLOTS = 16  # texts written at a time
 LOGITS = 1 << 25  # numbers asked for at a time: 128 MiB
 
 
@@ -117,3 +124,35 @@ def predicted(logits_TV: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, n
     """Of each target (T,): log-probability, and whether it is the arg-max."""
     norm = log_sum(logits_TV)[:, 0]
     return logits_TV[np.arange(len(targets)), targets] - norm, logits_TV.argmax(axis=1) == targets
+
+
+class _Checked:
+    """A backend that refuses logits without a finite maximum: a NaN would be written as the first token."""
+
+    def __init__(self, backend: CausalBackend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def step(self, spans: Sequence[Span], cache: Cache) -> Any:
+        logits_NV = self._backend.step(spans, cache)
+        xp = library(logits_NV)
+        if not xp.isfinite(xp.amax(logits_NV, axis=-1)).all():
+            why = "a logit is no finite number, so the answers would mean nothing"
+            fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
+            raise Failed("the model predicts nothing", why=why, fix=fix)
+        return logits_NV
+
+
+def greedy_texts(
+    backend: CausalBackend, tokenizer: Any, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int
+) -> Iterator[list[tuple[int, str]]]:
+    """Yields batches of (index, answer) as they end."""
+    jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, tuple(until)) for ids in prompts]
+    answers = [""] * len(jobs)
+    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(SLOTS, len(jobs))
+    for number, _, piece in answer(cast(CausalBackend, _Checked(backend)), jobs, *rest):
+        answers[number] += piece.text
+        if piece.finish:
+            yield [(number, answers[number])]

@@ -15,11 +15,9 @@ from ..core.backend import CausalBackend
 from ..core.errors import WrongUse
 from ..core.scorer import Ids, Question, Score
 from ..models.gpt import GPT
-from .backend_reader import BackendTrees
+from .backend_reader import BackendTrees, greedy_texts
 from .module_reader import ModuleTrees
-from .scoring import BatchedScorer
-from .tree import Tree, plant
-from .written import greedy_texts
+from .scoring import BatchedScorer, Tree, plant
 
 
 class CausalScorer(BatchedScorer):

@@ -13,10 +13,8 @@ import numpy as np
 
 from ..core.console import progress
 from ..core.errors import WrongUse
-from .asked import Settings, TaskScores
-from .items import Item
+from .asked import TaskScores
 from .metrics import aggregate
-from .task import BoundTask
 
 if TYPE_CHECKING:
     from ..data.store import TokenStore
@@ -76,42 +74,25 @@ def open_searched(path: Path | str, tokenizer: Any) -> "TokenStore":
     return store
 
 
-def contaminated(
-    store: "TokenStore",
-    tokenizer: Any,
-    tasks: Sequence[BoundTask],
-    scores: Sequence[TaskScores],
-    settings: Settings,
-) -> dict[str, Any]:
-    """Per task: records checked, hits, records too short, and each metric with and without the hits."""
-    bound = {task.name: task for task in tasks}
-    texts = []
-    for score in scores:
-        task = bound[score.summary["task"]]
-        items = task.kind.items(task.records(settings.data_dir, settings.limit))
-        asked = (_text(items[sample["record"]]) for sample in score.samples)
-        texts.append([np.asarray(tokenizer.encode(text)) for text in asked])
+def contaminated(store: "TokenStore", tokenizer: Any, scores: Sequence[TaskScores]) -> dict[str, Any]:
+    """Per task: records checked, hits, records too short, and each metric with and without the hits. A record is
+    searched as it would stand in a text: the document, or the question with its right answer.
+    """
+    texts = [
+        [np.asarray(tokenizer.encode(item.text or item.solved)) for item in score.items] for score in scores
+    ]
     found = iter(shared_runs([ids for own in texts for ids in own], store))
     report: dict[str, Any] = {}
     for score, own in zip(scores, texts):
         hits = [next(found) for _ in own]
-        clean = [sample for sample, hit in zip(score.samples, hits) if not hit]
-        names = list(score.summary["metrics"])
+        clean = [sample["metrics"] for sample, hit in zip(score.samples, hits) if not hit]
+        metrics = score.summary["metrics"]
         report[score.summary["task"]] = {
             "n": LENGTH,
             "checked": len(own),
             "hits": sum(hits),
             "too_short": sum(len(ids) < LENGTH for ids in own),
-            "all": {name: score.summary["metrics"][name]["value"] for name in names},
-            "clean": {
-                name: aggregate(name, [sample["metrics"][name] for sample in clean])[0] for name in names
-            }
-            if clean
-            else {},
+            "all": {name: metric["value"] for name, metric in metrics.items()},
+            "clean": {name: aggregate(name, [one[name] for one in clean])[0] for name in metrics if clean},
         }
     return report
-
-
-def _text(item: Item) -> str:
-    """The record as it would stand in a text: the document, or the question with its right answer."""
-    return item.text or item.solved

@@ -1,17 +1,24 @@
-"""Questions: a prompt block of a task filled in from a record; complaints name file, line and field."""
+"""Questions: a prompt block of a task filled in from a record (complaints name file, line and field), and what stands
+before it: a description and solved examples, each with a separator behind it, as lm-evaluation-harness has them.
+"""
 
+import hashlib
+import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from ..core.errors import Failed
-from ..data.records import Record, whole_line
+import numpy as np
+
+from ..core.errors import Failed, WrongUse
+from ..data.records import Record
 from .task_file import Prompt
 from .textops import FILTERS
 
 MASK = "[MASK]"  # in the context of a cloze question: what a BERT is to name
+HARNESS_SEED = 1234  # of the harness's draws, unless --fewshot_seed says otherwise
 
 
 @dataclass(frozen=True)
@@ -37,16 +44,12 @@ class Item:
     @property
     def solved(self) -> str:
         """The text of the question with its right answer."""
-        return "".join(self._right)
+        return "".join(self.pairs[self.gold])
 
     @property
     def example(self) -> str:
         """The same as a few-shot example shows it."""
-        return self.gap.join(self._right)
-
-    @property
-    def _right(self) -> tuple[str, str]:
-        return self.pairs[self.gold] if self.gold < len(self.pairs) else self.pairs[0]
+        return self.gap.join(self.pairs[self.gold])
 
 
 @cache
@@ -80,25 +83,12 @@ def expression(text: str) -> Any:
     return _environment().compile_expression(text, undefined_to_none=False)
 
 
-def joined(records: Sequence[Record]) -> Record:
-    """All records as one, at the first one's place: its texts, each with its line end, behind one another."""
-    texts = [key for key, value in records[0].data.items() if isinstance(value, str)]
-    parts = {
-        key: [record.data[key] for record in records if isinstance(record.data.get(key), str)]
-        for key in texts
-    }
-    whole = {key: "".join(map(whole_line, some)) for key, some in parts.items()}
-    return Record(records[0].where, whole)
-
-
 class Form:
     """A record beside the prompt block that fits it, which fills the fields of an item."""
 
     def __init__(self, name: str, prompt: Prompt, record: Record, member: Mapping[str, str]) -> None:
         self.name, self.prompt, self.where = name, prompt, record.where
-        self.data = (
-            record.data | {"member": member} if member else record.data
-        )  # as templates know the record
+        self.data = record.data | ({"member": member} if member else {})  # as templates know the record
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], name: str, record: Record, member: Mapping[str, str]) -> "Form":
@@ -108,12 +98,9 @@ class Form:
                 return cls(name, prompt, record, member)
         missing = [field for field in prompts[0].fields if field not in record.data]
         forms = " or ".join("{" + ", ".join(prompt.fields) + "}" for prompt in prompts)
-        raise Failed(
-            f"the record lacks the field {missing[0]!r}",
-            where=record.where,
-            why=f"task {name} reads {forms}; the record has {{{', '.join(record.data)}}}",
-            fix="mend the record, or give a task file with a [[prompt]] for this form",
-        )
+        why = f"task {name} reads {forms}; the record has {{{', '.join(record.data)}}}"
+        fix = "mend the record, or give a task file with a [[prompt]] for this form"
+        raise Failed(f"the record lacks the field {missing[0]!r}", where=record.where, why=why, fix=fix)
 
     def text(self, key: str) -> str:
         return self.render(key, getattr(self.prompt, key))
@@ -126,18 +113,13 @@ class Form:
 
     def texts(self, key: str) -> tuple[str, ...]:
         given = getattr(self.prompt, key)
-        texts = (
-            self.evaluate(key)
-            if isinstance(given, str)
-            else [self.render(key, template) for template in given]
-        )
+        texts = self.evaluate(key) if isinstance(given, str) else [self.render(key, one) for one in given]
         if not isinstance(texts, list) or not texts:
             raise self.bad(key, f"{texts!r} is not a list of texts")
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text:
-                raise self.bad(
-                    f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text"
-                )
+                why = "it is empty" if isinstance(text, str) else f"{text!r} is not a text"
+                raise self.bad(f"{key}[{number}]", why)
         return tuple(texts)
 
     def answers(self) -> tuple[str, ...]:
@@ -165,30 +147,19 @@ class Form:
         text = getattr(self.prompt, key)
         return self.guarded(key, lambda: _encodable(_settled(expression(text)(self.data))))
 
-    def guarded(self, key: str, action: Any) -> Any:
+    def guarded(self, key: str, action: Callable[[], Any]) -> Any:
         from jinja2.exceptions import TemplateError
 
+        data_errors = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError)
         try:
             return action()
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            SyntaxError,
-            ArithmeticError,
-        ) as error:
+        except (TemplateError, *data_errors) as error:
             raise self.bad(key, str(error)) from error
 
     def bad(self, key: str, why: str) -> Failed:
-        fields = ", ".join(self.prompt.fields)
-        return Failed(
-            f"cannot make the {key} of a question",
-            where=self.where,
-            why=f"{why} (task {self.name}, made from the fields {fields})",
-            fix="mend the record, or the task's prompt",
-        )
+        why += f" (task {self.name}, made from the fields {', '.join(self.prompt.fields)})"
+        fix = "mend the record, or the task's prompt"
+        return Failed(f"cannot make the {key} of a question", where=self.where, why=why, fix=fix)
 
 
 def _encodable(value: Any) -> Any:
@@ -206,3 +177,82 @@ def _settled(value: Any) -> Any:
     if isinstance(value, StrictUndefined):
         str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`count` different examples for each record; `first`: the first ones, in order.
+
+    Which ones is a pure function of (seed, task, record number), so that a draw depends on no rank, batch or limit, and
+    two models see the same ones. `seed` None: 0, of the harness's own draw 1234. `headroom`: see `HarnessDraw`.
+    """
+
+    task: str
+    count: int
+    seed: int | None = None
+    first: bool = False
+    headroom: bool = False
+
+    def picks(
+        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
+    ) -> list[list[int]]:
+        """For each item the places of its examples in `source`; never `own`, its own place there."""
+        if self.first:
+            return [[i for i in range(self.count + 1) if i != place][: self.count] for place in own]
+        return [self._drawn(record, len(source), place) for record, place in enumerate(own)]
+
+    def _drawn(self, record: int, pool: int, exclude: int | None) -> list[int]:
+        digest = hashlib.sha256(f"{self.seed or 0}/{self.task}/{record}".encode()).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+        candidates = pool if exclude is None else pool - 1
+        picks = generator.choice(candidates, size=self.count, replace=False, shuffle=True).tolist()
+        return [pick + 1 if exclude is not None and pick >= exclude else pick for pick in picks]
+
+
+class HarnessDraw(Draw):
+    """As the harness draws: `random.sample` by one generator, record after record. With `headroom` it draws one more
+    and leaves the question's own record out, by its data.
+    """
+
+    def picks(
+        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
+    ) -> list[list[int]]:
+        if self.first:
+            return super().picks(items, source, own)
+        generator = random.Random(HARNESS_SEED if self.seed is None else self.seed)
+        found = []
+        for item in items:
+            drawn = generator.sample(range(len(source)), self.count + self.headroom)
+            if self.headroom:
+                drawn = [place for place in drawn if source[place].data != item.data][: self.count]
+            if len(drawn) < self.count:  # several copies of the question were drawn
+                others = [place for place, other in enumerate(source) if other.data != item.data]
+                drawn = generator.sample(others, self.count)
+            found.append(drawn)
+        return found
+
+
+def with_examples(
+    items: Sequence[Item],
+    pool: Sequence[Item] | None,
+    draw: Draw,
+    description: str = "",
+    separator: str = "\n\n",
+) -> list[Item]:
+    """The items with the description and solved examples before every context. `pool` None: examples are the other
+    evaluated items. A record that is in the pool too, by its file and line, is no example of itself.
+    """
+    source = items if pool is None else pool
+    places = {item.where: place for place, item in enumerate(source)}
+    own = [number if pool is None else places.get(item.where) for number, item in enumerate(items)]
+    available = len(source) - any(place is not None for place in own)
+    if draw.count > available:
+        what = f"{draw.count} examples asked for, {available} to choose from"
+        raise WrongUse(what, where=f"task {draw.task}", fix="lower --shots")
+    picked = draw.picks(items, source, own) if draw.count else [[] for _ in items]
+    made = []
+    for item, picks in zip(items, picked):
+        before = template(description).render(item.data) if description else ""
+        before += "".join(source[place].example + separator for place in picks)
+        made.append(replace(item, pairs=tuple((before + context, answer) for context, answer in item.pairs)))
+    return made

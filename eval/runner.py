@@ -10,14 +10,14 @@ the scores. Question i belongs to a rank by its key, not by its place.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ..core.console import say
 from ..core.errors import WrongUse
 from ..core.scorer import Scorer
-from .answers import Answers, replace_answers
-from .asked import Asked, Settings, TaskScores
+from .asked import Answers, Asked, Settings, TaskScores, replace_answers
 from .task import BoundTask
 
 
@@ -36,31 +36,26 @@ def join_ranks() -> Ranks:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
-    from datetime import timedelta
-
     import torch.distributed as dist
 
-    try:
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", timeout=timedelta(days=7)
-            )  # a rank may wait long for the slowest one
-    except ValueError as error:
-        fix = "start them with `throughline launch --nproc N -- eval …`, or unset WORLD_SIZE"
-        raise WrongUse(
-            "the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix
-        ) from None
     from ..train.parallel.ranks import Lost
+
+    try:
+        if not dist.is_initialized():  # a rank may wait long for the slowest one
+            dist.init_process_group("gloo", timeout=timedelta(days=7))
+    except ValueError as error:
+        what, fix = (
+            "the processes cannot find each other",
+            "start them with `throughline launch --nproc N -- eval …`",
+        )
+        raise WrongUse(what, where="WORLD_SIZE", why=str(error), fix=f"{fix}, or unset WORLD_SIZE") from None
 
     def meet() -> None:
         try:
             dist.barrier()
         except RuntimeError as error:
-            raise Lost(
-                "the processes of the evaluation no longer work together",
-                why=str(error).splitlines()[0],
-                fix="the same command asks what is not answered yet",
-            ) from error
+            what, why = "the processes of the evaluation no longer work together", str(error).splitlines()[0]
+            raise Lost(what, why=why, fix="the same command asks what is not answered yet") from error
 
     return Ranks(dist.get_rank(), dist.get_world_size(), meet)
 
@@ -83,8 +78,9 @@ def evaluate(
     keys = [key for work in asked for key in work.keys]
     kept, directory = directory, directory / "fresh" if fresh and directory else directory
     answers = Answers(directory, ranks.rank)
-    if ranks.rank == 0:
-        _say_kept(answers, keys)
+    if ranks.rank == 0 and (days := answers.dates(keys)):
+        when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        say(f"{len(days):,} of {len(keys):,} answers are kept from {when}; --fresh asks all of them again")
     for work in asked:
         work.answer(answers, lambda key: int(key, 16) % ranks.world == ranks.rank)
     ranks.meet()
@@ -98,14 +94,7 @@ def evaluate(
     return [work.scores(answers) for work in asked]
 
 
-def _say_kept(answers: Answers, keys: Sequence[str]) -> None:
-    """Say how many of the answers an earlier evaluation has given, and when."""
-    if days := answers.dates(keys):
-        when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-        say(f"{len(days):,} of {len(keys):,} answers are kept from {when}; --fresh asks all of them again")
-
-
-def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> list["Asked"]:
+def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> list[Asked]:
     """Every question, checked; nothing is computed. Raises as `evaluate` does."""
     return [Asked(scorer, task, settings) for task in present(tasks, settings)]
 

@@ -2,10 +2,16 @@
 
 A reader is what computes: a torch module (`module_reader.py`) or a backend of `inference` (`backend_reader.py`).
 Questions of similar length are batched up to a budget of tokens, and a batch is halved when memory runs out.
+
+What the pairs of a question to a GPT have in common is computed once: they become a common prefix followed by one
+branch a pair. A branch sees the prefix and itself, and its positions go on where the prefix ends, so every token gets
+the numbers it would get in a sequence of its own. Four choices of 20 tokens after a context of 60 cost 140 token steps,
+not 320.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +35,48 @@ class Reader(Protocol):
     vocab_size: int
     context: int  # tokens of the longest input
     batch_tokens: int  # tokens of a batch that suit it
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A question laid out as one row of S tokens: a prefix, then branches."""
+
+    ids: np.ndarray  # (S,) int64
+    positions: np.ndarray  # (S,) int64
+    prefix: int  # tokens of the common prefix
+    branches: tuple[int, ...]  # tokens of each branch; none for a plain sequence
+    lines: tuple[np.ndarray, ...]  # for each pair, the rows that predict its continuation, (n,) int64
+    targets: tuple[np.ndarray, ...]  # for each pair, the continuation's ids, (n,) int64
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+
+def plant(question: Question, window: int) -> Tree:
+    """Lay out a question. Inputs are cut from the left to `window` tokens; a continuation must fit (checked
+    by the caller).
+    """
+    wholes = [np.array(context + continuation, np.int64) for context, continuation in question.pairs]
+    inputs = [whole[-(window + 1) :][:-1] for whole in wholes]
+    shortest = min(map(len, inputs))
+    same = np.all([ids[:shortest] == inputs[0][:shortest] for ids in inputs], axis=0)
+    prefix = int(np.append(same, False).argmin())
+    rests = [ids[prefix:] for ids in inputs]
+    branches = tuple(len(rest) for rest in rests if len(rest))
+    starts = prefix + np.concatenate([[0], np.cumsum([len(rest) for rest in rests])])
+    lines = []
+    for (_, continuation), ids, start in zip(question.pairs, inputs, starts):
+        place = np.arange(len(ids) - len(continuation), len(ids))
+        lines.append(np.where(place < prefix, place, place - prefix + start))
+    return Tree(
+        ids=np.concatenate([inputs[0][:prefix], *rests]),
+        positions=np.concatenate([np.arange(prefix), *(prefix + np.arange(len(rest)) for rest in rests)]),
+        prefix=prefix,
+        branches=branches if len(branches) > 1 else (),
+        lines=tuple(lines),
+        targets=tuple(np.array(continuation, np.int64) for _, continuation in question.pairs),
+    )
 
 
 class BatchedScorer:
@@ -93,16 +141,14 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
     except Exception as error:  # onnxruntime's own classes derive from Exception alone
         if not _out_of_memory(error):
             raise
-        found = None
-    if found is not None:
+    else:
         yield list(zip(batch, found))
         return
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if len(batch) == 1:
-        raise Failed(
-            "out of memory on a single question", fix="use a device with more memory, or a smaller --window"
-        )
+        fix = "use a device with more memory, or a smaller --window"
+        raise Failed("out of memory on a single question", fix=fix)
     middle = len(batch) // 2
     for half in (batch[:middle], batch[middle:]):
         yield from halving(half, answer)
@@ -120,6 +166,5 @@ OUT_OF_MEMORY = (
 
 
 def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        text in str(error) for text in OUT_OF_MEMORY
-    )
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or any(text in str(error) for text in OUT_OF_MEMORY)

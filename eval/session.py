@@ -1,21 +1,83 @@
-"""One `throughline eval`: open the model, score the tasks, check, report; or every checkpoint of a run."""
+"""One `throughline eval`: what a user asks and where its scores go; open the model, score the tasks, check, report; or
+every checkpoint of a run; or two forms of a model, compared token by token.
+"""
 
+import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..core.console import table, warn
 from ..core.errors import Refused, WrongUse
 from ..core.workspace import Workspace
+from .asked import Settings, TaskScores
 from .contamination import contaminated, open_searched
 from .endpoint import open_endpoint
-from .gate import check_alike, token_gate
-from .opening import Opened, checkpoints_of, open_scorer
+from .harness.reader import read_harness_task
+from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
 from .report import check_place, lines_of, write_scores
-from .request import Request, wanted_tasks
 from .runner import Ranks, evaluate, group_means, join_ranks
-from .task import BoundTask
+from .task import KINDS, BoundTask, find_tasks
+
+
+@dataclass(frozen=True)
+class Request(Settings, ScorerOptions):
+    """Everything a user can ask of an evaluation; see `throughline eval --help`."""
+
+    path: Path
+    tasks: str = ""
+    harness_tasks: tuple[Path, ...] = ()
+    task_code: bool = False
+    against: str | None = None
+    bound: float = 1e-3
+    contamination: str | None = None
+    out: Path | None = None
+    fresh: bool = False
+
+    @property
+    def home(self) -> Path:
+        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all
+        that lies inside it.
+        """
+        if self.out is not None:
+            return self.out
+        if self._in_run:
+            run = Path(os.path.abspath(self.path)).parents[1]
+            home = run.with_name(run.name + ".scores")
+            return home if self.path.is_absolute() else Path(os.path.relpath(home))
+        named = self.path if self.path.name not in ("", "..") else self.path.resolve()
+        return named.with_name(self.path.resolve().name + ".scores")
+
+    @property
+    def scores(self) -> Path:
+        """The artifact of one model's scores; of a run's checkpoint where --all-checkpoints would write it."""
+        of_run = self.out is None and self._in_run
+        return self.home / (Path(os.path.abspath(self.path)).name if of_run else "scores")
+
+    @property
+    def _in_run(self) -> bool:
+        return Path(os.path.abspath(self.path)).parent.name == "checkpoints"
+
+
+def wanted_tasks(request: Request) -> list[BoundTask]:
+    """The tasks. Raises WrongUse when one of the checks asked for would have nothing to look at."""
+    tasks = find_tasks([name.strip() for name in request.tasks.split(",") if name.strip()])
+    for file in request.harness_tasks:
+        tasks += read_harness_task(file, code=request.task_code)
+    model = Path(os.path.realpath(request.path))
+    inside = model.parents[1] if model.parent.name == "checkpoints" else model
+    if request.out is not None and Path(os.path.realpath(request.out)).is_relative_to(inside):
+        why = f"the files of {inside} are hashed: with scores among them it would count as changed"
+        what = "scores cannot lie inside what is scored"
+        raise WrongUse(what, where=request.out, why=why, fix="choose another --out")
+    if request.contamination is not None and not tasks:
+        why = "it looks for the records of tasks"
+        raise WrongUse("--contamination has nothing to look for", why=why, fix="give --tasks")
+    if request.against is not None and not any(task.kind.probabilities for task in tasks):
+        why = "it compares the probabilities of answers, and no task has any"
+        raise WrongUse("--against has nothing to compare", why=why, fix="give --tasks, for example blimp")
+    return tasks
 
 
 def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
@@ -51,16 +113,13 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         for summary in (*results["tasks"], *results["groups"])
         for name, metric in summary["metrics"].items()
     ]
-    rows += [
-        (found["step"], "validation", name, value, None)
-        for found in history
-        for name, value in found["validation"].items()
-    ]
+    for found in history:
+        rows += [
+            (found["step"], "validation", name, value, None) for name, value in found["validation"].items()
+        ]
     last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
-    return {"checkpoints": history}, [
-        *table(("step", "task", "metric", "value", "stderr"), rows),
-        f"curves in {last}",
-    ]
+    lines = table(("step", "task", "metric", "value", "stderr"), rows)
+    return {"checkpoints": history}, [*lines, f"curves in {last}"]
 
 
 Forms = tuple[Opened, Opened | None, Any]  # the model, a second form of it, a store to search
@@ -107,26 +166,20 @@ def _score(
     if against is not None:
         results["against"] = against
     if store is not None:
-        results["contamination"] = contaminated(store, opened.tokenizer, tasks, scores, request)
+        results["contamination"] = contaminated(store, opened.tokenizer, scores)
     write_scores(out, results, scores, [opened.input], history or ())
     return results
 
 
 def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
-    """The run's own validation figures of a checkpoint of ours (loss, bits per byte; masked-token and
-    sentence accuracy).
-
-    Empty for foreign models; without tasks (`needed`) their absence is an error, since nothing would be
-    measured.
+    """The run's own validation figures of a checkpoint of ours (loss, bits per byte; masked-token and sentence
+    accuracy), none of foreign models; without tasks (`needed`) their absence is an error.
     """
     run = Path(opened.input.path).absolute().parents[1] if opened.step is not None else None
     if run is None or not (run / "recipe.toml").is_file():
         if needed:
-            raise WrongUse(
-                "nothing to evaluate",
-                why="no tasks, and not a run with a validation split",
-                fix="give --tasks",
-            )
+            why = "no tasks, and not a run with a validation split"
+            raise WrongUse("nothing to evaluate", why=why, fix="give --tasks")
         return {}
     from ..core.recipe import load_recipe
     from ..train.build import validation_plan
@@ -153,3 +206,53 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
 def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
     """The first rank holds the directory's lock; the others write files of their own."""
     return Workspace(home) if ranks.rank == 0 else nullcontext()
+
+
+def check_alike(one: Opened, other: Opened) -> None:
+    """Raises WrongUse when two forms of a model would be asked different questions."""
+    ours, theirs = one.scorer.recipe, other.scorer.recipe
+    differ = [
+        f"{key} {ours.get(key)} and {theirs.get(key)}"
+        for key in ("window", "bos")
+        if ours.get(key) != theirs.get(key)
+    ]
+    if one.tokenizer.vocab != other.tokenizer.vocab:
+        differ.append("tokenizers with other tokens")
+    if one.family != other.family:
+        differ = [f"a {one.family} and a {other.family}"]
+    if differ:
+        why, fix = (
+            ", ".join(differ),
+            "give two forms of one model; --window and --bos or --no-bos make both alike",
+        )
+        raise WrongUse("the two forms cannot be compared", where=other.input.path, why=why, fix=fix)
+
+
+def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, bound: float) -> dict[str, Any]:
+    """Compare log-probabilities token by token. Raises Refused above `bound`, naming the record; returns the
+    largest per task.
+    """
+    worst: dict[str, float] = {}
+    for first, second in zip(ours, theirs, strict=True):
+        task = first.summary["task"]
+        if not KINDS[first.summary["kind"]].probabilities:
+            continue  # the texts of two equal models may part at a near tie
+        worst[task] = 0.0
+        for one, other in zip(first.samples, second.samples, strict=True):
+            for a, b in zip(_token_logprobs(one), _token_logprobs(other), strict=True):
+                difference = abs(a - b)
+                if not difference <= bound:  # a NaN is refused too
+                    why = f"log-probability of a token {a:.6f} and {b:.6f}: {difference:.3g} apart, "
+                    raise Refused(
+                        "the two forms of the model do not predict the same",
+                        where=f"{name}, task {task}, {one['where']}",
+                        why=f"{why}the bound is {bound:g}",
+                        fix="export the model again; the scores of the second form would mean nothing",
+                    )
+                worst[task] = max(worst[task], difference)
+    theirs_said = [score.summary for score in theirs]
+    return {"path": name, "bound": bound, "largest_difference": worst, "scores": theirs_said}
+
+
+def _token_logprobs(sample: dict[str, Any]) -> list[float]:
+    return [value for answer in sample["answers"] for packed in answer for value in packed[4]]

@@ -12,10 +12,28 @@ from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
 from ..core.recipe import build_recipe, read_toml
 from ..data.records import KNOWN, Record, find_files, hub_records, read_records, unknown_files
-from .items import Item, expression
+from .items import expression
+from .kinds.choices import LogLikelihood, MultipleChoice, Partial
+from .kinds.core import Core
 from .kinds.kind import Kind
-from .kinds.table import KINDS
+from .kinds.masks import Cloze, Masked
+from .kinds.texts import LastToken, Rolling, Stream
+from .kinds.written import GenerateUntil
 from .task_file import Source, Task
+
+_ROOM = Path(str(resources.files(__package__)))
+KINDS: dict[str, type[Kind]] = {
+    "multiple_choice": MultipleChoice,
+    "partial": Partial,
+    "loglikelihood": LogLikelihood,
+    "last_token": LastToken,
+    "rolling": Rolling,
+    "stream": Stream,
+    "generate_until": GenerateUntil,
+    "cloze": Cloze,
+    "masked": Masked,
+    "core": Core,
+}
 
 
 @dataclass(frozen=True)
@@ -46,10 +64,6 @@ class BoundTask:
     def kind(self) -> Kind:
         """How it asks and scores."""
         return KINDS[self.task.kind](self.task, self.name, member=self.member)
-
-    def items(self, records: Sequence[Record]) -> list[Item]:
-        """Questions of the records. Raises Failed naming file, line and field of the first bad one."""
-        return self.kind.items(records)
 
     def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:
         """Its files that are at hand."""
@@ -89,18 +103,12 @@ def _root(data_dir: Path | None) -> Path:
     """Where files are looked for: the user's directory alone, or the shipped samples. A file that the user's
     directory lacks is not filled in from the samples, whose records may be others.
     """
-    return samples_dir() if data_dir is None else data_dir
-
-
-def samples_dir() -> Path:
-    """The data that the package ships."""
-    return Path(str(resources.files(__package__.rsplit(".", 1)[0]).joinpath("recipes"))) / "samples"
+    return _ROOM.parent / "recipes" / "samples" if data_dir is None else data_dir
 
 
 def shipped_tasks() -> dict[str, Path]:
     """Name -> path of the task files in the package."""
-    folder = Path(str(resources.files(__package__).joinpath("tasks")))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted((_ROOM / "tasks").glob("*.toml"))}
 
 
 def find_tasks(names: Sequence[str]) -> list[BoundTask]:
@@ -174,15 +182,11 @@ def _fill(value: Any, fill: dict[str, str]) -> Any:
 def load_task(path: Path) -> Task:
     """Read and check a task file. Raises WrongUse with every problem at once."""
     text, tree = read_toml(path, "the task file")
-    fix = f"the shipped task files are examples: {Path(str(resources.files(__package__))) / 'tasks'}"
+    fix = f"the shipped task files are examples: {_ROOM / 'tasks'}"
     task = build_recipe(tree, Task, where=path, text=text, what="the task file", fix=fix)
-    if problems := list(_problems(task)):
-        raise WrongUse(
-            f"the task cannot be one of kind {task.kind}",
-            where=path,
-            why="\n".join(problems),
-            fix="mend the file",
-        )
+    if problems := "\n".join(_problems(task)):
+        what = f"the task cannot be one of kind {task.kind}"
+        raise WrongUse(what, where=path, why=problems, fix="mend the file")
     return task
 
 
@@ -211,16 +215,12 @@ def task_listing() -> tuple[dict[str, Any], list[str]]:
         (name, task.kind, ", ".join(task.metrics), len(task.members) or None, task.checked, task.about)
         for name, task in tasks.items()
     ]
+    checked = "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)"
     lines = table(("task", "kind", "metrics", "members", "checked", "about"), rows)
-    lines += [
-        "",
-        "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)",
-    ]
-    lines += ["", "files looked for below --data-dir, in order:"]
+    lines += ["", checked, "", "files looked for below --data-dir, in order:"]
     lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
-    payload = {
-        name: task.model_dump(include={"about", "kind", "metrics", "checked"})
-        | {"files": {bound.name: bound.source.files for bound in find_tasks([name])}}
-        for name, task in tasks.items()
-    }
+    payload = {}
+    for name, task in tasks.items():
+        files = {bound.name: bound.source.files for bound in find_tasks([name])}
+        payload[name] = task.model_dump(include={"about", "kind", "metrics", "checked"}) | {"files": files}
     return {"tasks": payload}, lines

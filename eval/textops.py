@@ -6,12 +6,8 @@ are equal character for character.
 
 import ast
 import re
-import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from .task_file import Matching
 
 # WikiText's detokeniser: (pattern, replacement) of literal and regular-expression steps, in this order.
 _WIKITEXT_LITERAL_FIRST = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
@@ -96,38 +92,15 @@ def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> s
     return option if starts_sentence or first not in _CAPITALISED else option.replace(first, first.lower())
 
 
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NO_DIGITS = str.maketrans("", "", string.digits)
-
-
-def seen(text: str, matching: Matching) -> str:
-    """A text as exact match compares it."""
-    for pattern in matching.regexes_to_ignore:
-        text = re.sub(pattern, "", text)
-    text = text.lower() if matching.ignore_case else text
-    text = text.translate(_NO_PUNCTUATION) if matching.ignore_punctuation else text
-    return text.translate(_NO_DIGITS) if matching.ignore_numbers else text
-
-
-def squad_words(text: str) -> list[str]:
-    """The words of an answer as SQuAD's own script compares them: lower case, no punctuation, no articles."""
-    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
-
-
-def f1_words(given: str, wanted: str) -> float:
-    """F1 of the words of an answer (SQuAD, Rajpurkar et al. 2016); of two answers without words 1."""
-    ours, theirs = Counter(squad_words(given)), Counter(squad_words(wanted))
-    if not ours or not theirs:
-        return float(ours == theirs)
-    return 2 * (ours & theirs).total() / (ours.total() + theirs.total())
-
-
 FILTERS: dict[str, Callable[..., Any]] = {
-    "wikitext_detokenize": wikitext_detokenize,
-    "without_brackets": without_brackets,
-    "lower_first": lower_first,
-    "which": which,
-    "parse_list": parse_list,
-    "places": places,
-    "winograd_option": winograd_option,
+    function.__name__: function
+    for function in (
+        wikitext_detokenize,
+        without_brackets,
+        lower_first,
+        which,
+        parse_list,
+        places,
+        winograd_option,
+    )
 }

@@ -1,14 +1,24 @@
-"""lm-evaluation-harness's task files as they lie: YAML with includes, and the names that groups and tags stand for."""
+"""lm-evaluation-harness's task files as they lie (YAML with includes, the names that groups and tags stand for, Python
+functions), how a prompt of theirs is filled in from a record, and scores by a task's own functions.
+"""
 
+import ast
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...core.errors import MissingExtra, WrongUse
+from ..items import Form, Item, template
+from ..kinds.choices import MultipleChoice, Partial
+from ..kinds.kind import Kind, Outcome
+from ..metrics import Metric
 
 CALL = "!function "  # begins a value that names a Python function: "!function PLACE/FILE.NAME"
 Fields = dict[str, Any]
@@ -35,9 +45,8 @@ def read_fields(path: Path, seen: tuple[Path, ...] = ()) -> Fields:
         with path.open("rb") as file:
             fields = yaml.load(file, Loader=_loader(path.parent))  # noqa: S506 (a safe loader's class)
     except OSError as error:
-        raise WrongUse(
-            "cannot read the task file", where=path, why=str(error), fix="check the path"
-        ) from error
+        what, fix = "cannot read the task file", "check the path"
+        raise WrongUse(what, where=path, why=str(error), fix=fix) from error
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())
         raise WrongUse("the task file is no YAML", where=path, why=why, fix="mend the file") from error
@@ -63,10 +72,9 @@ def members(path: Path) -> Iterator[tuple[Path, Fields]]:
         own = {} if isinstance(name, str) else {key: value for key, value in name.items() if key != "task"}
         title = name if isinstance(name, str) else str(name.get("task", name.get("group")))
         if title not in known:
+            what = f"the group names {title!r}, which is not there"
             why = f"no file in {path.parent} is called so, as a task, a group or a tag"
-            raise WrongUse(
-                f"the group names {title!r}, which is not there", where=path, why=why, fix="read its files"
-            )
+            raise WrongUse(what, where=path, why=why, fix="read its files")
         for file in known[title]:
             for place, found in members(file):
                 yield place, found | own
@@ -94,9 +102,8 @@ def function(marked: str) -> Callable[..., Any]:
     file = Path(folder) / (module.replace(".", "/") + ".py")
     spec = importlib.util.spec_from_file_location("harness" + re.sub(r"\W", "_", str(file)), file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise WrongUse(
-            "the task's Python file is not there", where=file, fix="give the whole folder of the task"
-        )
+        fix = "give the whole folder of the task"
+        raise WrongUse("the task's Python file is not there", where=file, fix=fix)
     made = importlib.util.module_from_spec(spec)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what its functions load lies here, or is refused
     try:
@@ -104,7 +111,101 @@ def function(marked: str) -> Callable[..., Any]:
     except ImportError as error:
         raise MissingExtra(str(error.name), f"the task's {file.name}", "throughline[eval]") from error
     if not hasattr(made, name):
-        raise WrongUse(
-            f"the task's Python file has no {name!r}", where=file, fix="give the files of one release"
-        )
+        fix = "give the files of one release"
+        raise WrongUse(f"the task's Python file has no {name!r}", where=file, fix=fix)
     return getattr(made, name)
+
+
+class HarnessForm(Form):
+    """A prompt block whose values are the harness's: the name of a field, a Jinja template that may spell a Python
+    literal, or the name of a function.
+    """
+
+    def value(self, key: str) -> Any:
+        """What doc_to_text (`context`), doc_to_choice (`choices`) or doc_to_target (`gold`) gives for the record."""
+        given = getattr(self.prompt, key)
+        if isinstance(given, list):
+            return given
+        if given.startswith(CALL):
+            return self.guarded(key, lambda: function(given)(self.data))
+        if given in self.data:
+            return self.data[given]
+        return self.guarded(key, lambda: template(given).render(self.data))
+
+    def literal(self, key: str) -> Any:
+        """The same; a whole number where there are choices, and a list, are read as what they spell."""
+        value = self.value(key)
+        if not isinstance(value, str) or getattr(self.prompt, key) in self.data:
+            return value
+        if value.isdigit() and self.prompt.choices:
+            return int(value)
+        if value[:1] == "[" and value[-1:] == "]" and key == "gold":
+            with suppress(SyntaxError, ValueError):
+                return ast.literal_eval(value)
+        return value
+
+    def text(self, key: str) -> Any:
+        if key == "context":
+            return self.literal("context")
+        return self.literal("gold") if key in ("target", "text") else self.value(key)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        found = self.value("choices")
+        if isinstance(found, str):
+            found = self.guarded("choices", lambda: ast.literal_eval(found))
+        if not found or not all(isinstance(one, str) for one in found):
+            raise self.bad("choices", f"{found!r} is not a list of texts")
+        return tuple(found)
+
+    def answers(self) -> tuple[str, ...]:
+        found = self.literal("gold")
+        if self.prompt.choices and isinstance(found, int):
+            found = self.texts("choices")[found]
+        return tuple(map(str, found)) if isinstance(found, list) else (str(found),)
+
+    def gold(self, choices: Sequence[str]) -> tuple[int, ...]:
+        context = self.text("context")
+        found = context if isinstance(context, int) else self.literal("gold")
+        if isinstance(found, str) and found in choices:
+            return (list(choices).index(found),)
+        right = tuple(found if isinstance(found, list) else [found])
+        if not right or not all(isinstance(one, int) and 0 <= one < len(choices) for one in right):
+            raise self.bad("gold", f"{found!r} is not one of the {len(choices)} choices")
+        return right
+
+
+class HarnessChoices(MultipleChoice):
+    """Choices after one context; or before one target, where doc_to_text gives the number of a choice."""
+
+    def item(self, form: Form) -> Item:
+        if isinstance(form.text("context"), int):
+            return Partial.item(self, form)  # type: ignore[arg-type]
+        return super().item(form)
+
+
+def by_function(
+    kind: type[Kind], process: Callable[..., Mapping[str, Any]], sums: Mapping[str, Any]
+) -> type[Kind]:
+    """The kind with a task's own function (process_results) in the place of its outcomes. `sums`: metric -> its own
+    function over all outcomes, where it has one.
+    """
+
+    def outcome(self: Kind, item: Item, found: Sequence[Any]) -> Outcome:
+        results = list(found)
+        if kind.probabilities:
+            results = [(one[0], one[1] == one[2]) for part in found for one in part]
+        if kind.probabilities and item.text:  # a document's windows are one answer
+            results = [sum(value for value, _ in results)]
+        return {name: _numbers(value) for name, value in process(item.data, results).items()}
+
+    def metric(self: Kind, name: str) -> Metric:
+        if name not in sums:
+            return kind.metric(self, name)
+        own = sums[name]
+        return Metric(lambda rows: np.asarray(own([row[0] if len(row) == 1 else list(row) for row in rows])))
+
+    return type(f"{kind.__name__}ByFunction", (kind,), {"outcome": outcome, "metric": metric})
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(one) for one in value] if isinstance(value, list | tuple | np.ndarray) else [float(value)]

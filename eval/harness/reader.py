@@ -14,11 +14,19 @@ from ...core.recipe import build_recipe
 from ...data.records import Record
 from ..kinds.choices import MultipleChoice
 from ..kinds.kind import Kind
-from ..kinds.table import KINDS
-from ..task import BoundTask
+from ..task import KINDS, BoundTask
 from ..task_file import Matching, Step, Task
-from .files import CALL, Fields, files_by_name, function, members, read_fields
-from .form import HarnessChoices, HarnessForm, by_function
+from .files import (
+    CALL,
+    Fields,
+    HarnessChoices,
+    HarnessForm,
+    by_function,
+    files_by_name,
+    function,
+    members,
+    read_fields,
+)
 
 # Fields that decide nothing here: names, notes, what only the harness's own program reads.
 SILENT = (

@@ -1,4 +1,4 @@
-"""Kinds `multiple_choice` and `partial`: choices by their log-probability."""
+"""Kinds `loglikelihood`, `multiple_choice` and `partial`: one continuation, or choices by their log-probability."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,20 @@ from .kind import Kind, Outcome
 METRICS = "acc acc_norm acc_bytes exact_match f1 f1_macro mcc brier_score share_right"
 
 
+class LogLikelihood(Kind):
+    """One continuation. acc: every token is the arg-max; perplexity: per record, whatever its number of tokens."""
+
+    needs: tuple[str, ...] = ("context", "target")
+    metrics = ("acc", "perplexity")
+
+    def item(self, form: Form) -> Item:
+        pair = (form.text("context"), form.filled("target"))
+        return Item(form.where, (pair,), gap=self.task.delimiter, data=form.data)
+
+    def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
+        return {"acc": [float(scores[0].greedy)], "perplexity": [scores[0].logprob]}
+
+
 class MultipleChoice(Kind):
     """One context with its choices."""
 
@@ -21,8 +35,12 @@ class MultipleChoice(Kind):
     def item(self, form: Form) -> Item:
         context, choices = form.text("context"), form.texts("choices")
         pairs = tuple((context, self.task.delimiter + choice) for choice in choices)
+        return self.chosen(form, pairs, choices)
+
+    def chosen(self, form: Form, pairs: Sequence[tuple[str, str]], choices: tuple[str, ...]) -> Item:
+        """The question whose right choices the record names."""
         right = form.gold(choices)
-        return Item(form.where, pairs, choices, right[0], right=right, data=form.data)
+        return Item(form.where, tuple(pairs), choices, right[0], right=right, data=form.data)
 
     def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
         """Ties go to the first choice. acc compares sums, acc_norm sums per character of the choice, acc_bytes
@@ -52,6 +70,4 @@ class Partial(MultipleChoice):
 
     def item(self, form: Form) -> Item:
         contexts, target = form.texts("contexts"), form.filled("target")
-        pairs = tuple((context, self.task.delimiter + target) for context in contexts)
-        right = form.gold(contexts)
-        return Item(form.where, pairs, contexts, right[0], right=right, data=form.data)
+        return self.chosen(form, [(one, self.task.delimiter + target) for one in contexts], contexts)

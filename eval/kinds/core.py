@@ -5,15 +5,32 @@ What counts is told by tokens: of choices what follows their common beginning, o
 number of examples and what guessing scores, in per cent, are the member's.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 import numpy as np
 
 from ...core.scorer import Question, Score, Scorer
-from ..fewshot import CoreDraw
-from ..items import Form, Item
+from ..items import HARNESS_SEED, Draw, Form, Item
 from .kind import Asks, Kind, Outcome
+
+
+class CoreDraw(Draw):
+    """As nanochat draws: records in one shuffled order, and of each the sample of a generator of its own."""
+
+    def picks(
+        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
+    ) -> list[list[int]]:
+        order = list(range(len(source)))
+        random.Random(1337).shuffle(order)
+        found = []
+        for record in own:
+            place = -1 if record is None else order.index(record)
+            others = [one for one in range(len(order)) if one != place]
+            drawn = random.Random(HARNESS_SEED + place).sample(others, self.count)
+            found.append([order[one] for one in drawn])
+        return found
 
 
 class Core(Kind):
@@ -21,6 +38,7 @@ class Core(Kind):
 
     needs = ("fields",)
     metrics = ("centred", "acc")
+    draw = CoreDraw
 
     def item(self, form: Form) -> Item:
         delimiter, target = self.member.get("delimiter", " "), form.text("target")
@@ -33,16 +51,11 @@ class Core(Kind):
         choices = tuple(context + choice for context, choice in pairs)
         return Item(form.where, tuple(pairs), choices, form.gold(choices)[0], data=form.data)
 
-    def draw(self, shots: int) -> CoreDraw:
-        return CoreDraw(shots)
-
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
         begins = () if scorer.bos else (scorer.prefix,)
         for item in items:
-            contexts, texts = (
-                [context.rstrip() for context, _ in item.pairs],
-                ["".join(pair) for pair in item.pairs],
-            )
+            contexts = [context.rstrip() for context, _ in item.pairs]
+            texts = ["".join(pair) for pair in item.pairs]
             wholes = [begins + scorer.bos + ids for ids in scorer.tokenize(texts)]
             if len(wholes) == 1:
                 cuts = [1 + len(*scorer.tokenize(contexts))]

@@ -1,16 +1,15 @@
-"""What all kinds of task share. A kind is one class in one file of this folder: what it reads from a record, asks of
-a model, and makes of the answers. `table.py` names them all; nothing else knows one.
+"""What all kinds of task share. A kind is one class in a file of this folder: what it reads from a record, asks of a
+model, and makes of the answers. `KINDS` in `task.py` names them all; nothing else knows one.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import Failed
 from ...core.scorer import Score, Scorer, check_question
 from ...data.records import Record
-from ..answers import packed, unpacked
-from ..items import Form, Item
+from ..items import Draw, Form, Item
 from ..metrics import Metric, metric_of
 from ..task_file import Task
 
@@ -25,6 +24,7 @@ class Kind:
     metrics: tuple[str, ...]
     field = "target"  # what a task file calls the scored text; {} stands for its number
     no_examples = ""  # why solved examples cannot stand before a question
+    draw: type[Draw] | None = None  # what draws its examples, where that is not the user's choice
     probabilities = True  # answers have log-probabilities
     asked = frozenset(
         ["kind", "prompt", "delimiter", "until", "max_tokens", "stride", "description", "separator"]
@@ -53,10 +53,6 @@ class Kind:
         prompts = self.task.example_prompt if example and self.task.example_prompt else self.task.prompt
         return [self.item(self.form.of(prompts, self.name, record, self.member)) for record in records]
 
-    def draw(self, shots: int) -> Any:
-        """What draws the examples of a kind that has a way of its own."""
-        return None
-
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
         """For each item what is asked of the model, and how many context tokens the window takes from it. Raises
         WrongUse for a model that cannot answer.
@@ -75,16 +71,14 @@ class Kind:
         for question in asks:
             check_question(question, scorer.window, where, fields, scorer.mask)
         if not asks:
-            why, fix = (
-                "the tokenizer makes no token of it that could be predicted",
-                "mend or remove the record",
-            )
+            why = "the tokenizer makes no token of it that could be predicted"
+            fix = "mend or remove the record"
             raise Failed("nothing to score: text has no tokens", where=where, why=why, fix=fix)
 
-    def answers(
-        self, scorer: Scorer, asks: Asks, where: Callable[[int], str]
-    ) -> Iterator[list[tuple[int, Any]]]:
-        """Yields batches of (index into `asks`, answer as it is stored). Raises Failed for a NaN, saying `where`."""
+    def answers(self, scorer: Scorer, asks: Asks, wheres: Sequence[str]) -> Iterator[list[tuple[int, Any]]]:
+        """Yields batches of (index into `asks`, answer as it is stored): of each pair the fields of its `Score` as a
+        JSON list, which gives numbers back bit for bit. Raises Failed for a NaN, saying where.
+        """
         for batch in scorer.score(asks):
             for place, scores in batch:
                 if not all(math.isfinite(score.logprob) for score in scores):
@@ -92,13 +86,18 @@ class Kind:
                         "a log-probability is no finite number; among such the first choice would always win"
                     )
                     fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
-                    raise Failed("the model predicts nothing", where=where(place), why=why, fix=fix)
-            yield [(place, [packed(score) for score in scores]) for place, scores in batch]
+                    raise Failed("the model predicts nothing", where=wheres[place], why=why, fix=fix)
+            yield [(place, [_packed(score) for score in scores]) for place, scores in batch]
 
     def outcome(self, item: Item, found: Sequence[Any]) -> Outcome:
         """What the stored answers to all that was asked for an item contribute."""
-        return self.of_scores(item, [unpacked(values) for answer in found for values in answer])
+        return self.of_scores(item, [Score(*values) for answer in found for values in answer])
 
     def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
         """The same of answers with log-probabilities."""
         raise NotImplementedError
+
+
+def _packed(score: Score) -> list[Any]:
+    values = [score.logprob, score.right, score.tokens, score.rank]
+    return [*values, list(score.token_logprobs)] if score.token_logprobs else values

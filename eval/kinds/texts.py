@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ...core.scorer import Ids, Question, Score, Scorer
-from ...data.records import Record
-from ..items import Form, Item, joined
+from ...data.records import Record, whole_line
+from ..items import Form, Item
 from ..metrics import METRICS
+from .choices import LogLikelihood
 from .kind import Asks, Kind, Outcome
-from .likelihood import LogLikelihood
 
 
 class Text(Kind):
@@ -80,8 +80,17 @@ class Stream(Rolling):
     metrics = ("adjusted_perplexity", "token_perplexity", "bits_per_byte")
 
     def items(self, records: Sequence[Record], *, example: bool = False) -> list[Item]:
+        """All texts of the records, each with its line end, behind one another at the first one's place."""
         items = super().items(records)
-        return items if len(items) == 1 else super().items([joined(records)])
+        if len(items) == 1:
+            return items
+        parts = {
+            key: [record.data[key] for record in records if isinstance(record.data.get(key), str)]
+            for key, value in records[0].data.items()
+            if isinstance(value, str)
+        }
+        whole = {key: "".join(map(whole_line, some)) for key, some in parts.items()}
+        return super().items([Record(records[0].where, whole)])
 
     def windows(self, ids: Ids, scorer: Scorer) -> list[Question]:
         return stream(ids, scorer.window, self.task.stride)

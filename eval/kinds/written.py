@@ -1,13 +1,17 @@
-"""Kind `generate_until`: text that the model writes."""
+"""Kind `generate_until`: text that the model writes, and what is made of it before it is compared, by chains of filters
+as lm-evaluation-harness names them.
+"""
 
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...core.errors import WrongUse
 from ...core.scorer import Scorer
-from ..filters import filtered
 from ..items import Form, Item
-from ..textops import f1_words, seen
+from ..task_file import Matching, Step
 from .kind import Asks, Kind, Outcome
 
 PLAIN = "none"  # the chain of filters whose name stands beside no metric
@@ -45,9 +49,7 @@ class GenerateUntil(Kind):
     def check(self, item: Item, asks: Asks, scorer: Scorer) -> None:
         """Any context can be gone on with."""
 
-    def answers(
-        self, scorer: Scorer, asks: Asks, where: Callable[[int], str]
-    ) -> Iterator[list[tuple[int, Any]]]:
+    def answers(self, scorer: Scorer, asks: Asks, wheres: Sequence[str]) -> Iterator[list[tuple[int, Any]]]:
         yield from scorer.generate(asks, self.task.until, self.task.max_tokens)
 
     @property
@@ -59,11 +61,12 @@ class GenerateUntil(Kind):
     def outcome(self, item: Item, found: Sequence[Any]) -> Outcome:
         made: Outcome = {}
         for name, chain in self.task.filters.items() or [(PLAIN, [])]:
-            answer = str(filtered(chain, found[0]))
-            values = self.of_answer(item, answer)
-            made |= {
-                metric if name == PLAIN else f"{metric},{name}": [value] for metric, value in values.items()
-            }
+            answer = found[0]
+            for step in chain:
+                answer = STEPS[step.function](step, answer)
+            suffix = "" if name == PLAIN else f",{name}"
+            values = self.of_answer(item, str(answer))
+            made |= {metric + suffix: [value] for metric, value in values.items()}
         return made
 
     def of_answer(self, item: Item, answer: str) -> dict[str, float]:
@@ -74,3 +77,49 @@ class GenerateUntil(Kind):
             "f1_words": max(f1_words(answer, one) for one in item.answers),
             "contains": float(any(one.lower() in answer.lower() for one in item.answers)),
         }
+
+
+def _regex(step: Step, answer: str) -> str:
+    """The match that the step selects; of several groups the first that holds anything."""
+    found = re.findall(step.regex_pattern, answer)
+    if not -len(found) <= step.group_select < len(found):
+        return step.fallback
+    picked = found[step.group_select]
+    if isinstance(picked, tuple):
+        picked = next(filter(None, picked), step.fallback)
+    return str(picked).strip()
+
+
+STEPS: dict[str, Callable[[Step, Any], Any]] = {
+    "regex": _regex,
+    "remove_whitespace": lambda step, answer: answer.strip(),
+    "lowercase": lambda step, answer: answer.lower(),
+    "uppercase": lambda step, answer: answer.upper(),
+    "map": lambda step, answer: step.mapping_dict.get(answer, step.default_value),
+    "take_first": lambda step, answer: answer,  # one answer is written a question
+}
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_DIGITS = str.maketrans("", "", string.digits)
+
+
+def seen(text: str, matching: Matching) -> str:
+    """A text as exact match compares it."""
+    for pattern in matching.regexes_to_ignore:
+        text = re.sub(pattern, "", text)
+    text = text.lower() if matching.ignore_case else text
+    text = text.translate(_NO_PUNCTUATION) if matching.ignore_punctuation else text
+    return text.translate(_NO_DIGITS) if matching.ignore_numbers else text
+
+
+def squad_words(text: str) -> list[str]:
+    """The words of an answer as SQuAD's own script compares them: lower case, no punctuation, no articles."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def f1_words(given: str, wanted: str) -> float:
+    """F1 of the words of an answer (SQuAD, Rajpurkar et al. 2016); of two answers without words 1."""
+    ours, theirs = Counter(squad_words(given)), Counter(squad_words(wanted))
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return 2 * (ours & theirs).total() / (ours.total() + theirs.total())

@@ -129,8 +129,8 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
     assert len(rows["wikitext_2"]) == 62  # two of them begin at a line of prose that looks like a title
     for name, hub_rows in rows.items():
         (task,) = find_tasks([name])
-        ours = task.items(task.records(shared / "data", 100))
-        theirs = task.items([Record("hub", row) for row in hub_rows])
+        ours = task.kind.items(task.records(shared / "data", 100))
+        theirs = task.kind.items([Record("hub", row) for row in hub_rows])
         for one, other in zip(ours, theirs, strict=True):
             assert (one.pairs, one.choices, one.gold, one.text) == (
                 other.pairs,
@@ -140,7 +140,7 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
             ), one.where
     for name in ("wsc273", "triviaqa"):
         (task,) = find_tasks([name])
-        assert len(task.items(task.records(shared / "data", None))) > 200
+        assert len(task.kind.items(task.records(shared / "data", None))) > 200
 
 
 @pytest.mark.parametrize("group", shipped_tasks())
@@ -193,9 +193,9 @@ def test_the_authors_own_files_ask_what_the_hub_s_form_asks(tmp_path: Path, name
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text(text)
     (task,) = find_tasks([name])
-    (found,) = task.items(task.records(tmp_path, None))
+    (found,) = task.kind.items(task.records(tmp_path, None))
     hub_row = {"premise": 'The doctor saw the "actor .', "hypothesis": "The actor saw .", "label": 1}
-    (wanted,) = task.items([Record("hub", hub_row)])
+    (wanted,) = task.kind.items([Record("hub", hub_row)])
     assert (found.pairs, found.choices, found.gold) == (wanted.pairs, wanted.choices, wanted.gold)
 
 
@@ -239,7 +239,7 @@ def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
         folder = tmp_path / name / "wikitext-2"
         folder.mkdir(parents=True)
         (folder / name).write_text(data)
-        found.append(stream.items(stream.records(tmp_path / name, None)))
+        found.append(stream.kind.items(stream.records(tmp_path / name, None)))
     ((one,), (other,)) = found
     assert (one.text, one.original) == (other.text, other.original) and one.original == text
 
@@ -279,7 +279,7 @@ def test_a_wrong_task_file_is_named(tmp_path: Path, old: str, new: str, complain
 
     def asked() -> list[str]:
         tasks = find_tasks([str(tmp_path / "own.toml")])
-        return [task.name for task in tasks for _ in task.items(task.records(tmp_path, None))]
+        return [task.name for task in tasks for _ in task.kind.items(task.records(tmp_path, None))]
 
     if complaint is None:
         assert asked() == ["own_a"]
@@ -300,7 +300,7 @@ def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         '[[prompt]]\nfields = ["q", "label"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "label"\n'
     )
     (task,) = find_tasks([str(tmp_path / "own.toml")])
-    assert [(item.context, item.gold) for item in task.items(task.records(None, None))] == [
+    assert [(item.context, item.gold) for item in task.kind.items(task.records(None, None))] == [
         ("Q1", 1),
         ("Q2", 0),
     ]

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from throughline.eval.answers import Answers
-from throughline.eval.request import Request
-from throughline.eval.session import evaluate_one
+from throughline.eval.asked import Answers
+from throughline.eval.session import Request, evaluate_one
 
 
 def test_fresh_asks_again(

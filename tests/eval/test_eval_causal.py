@@ -10,10 +10,10 @@ from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
 from throughline.eval.causal import CausalScorer
 from throughline.eval.items import Item
-from throughline.eval.logits import token_logprobs
+from throughline.eval.module_reader import token_logprobs
 from throughline.eval.opening import ScorerOptions, open_scorer
+from throughline.eval.scoring import plant
 from throughline.eval.task import find_tasks
-from throughline.eval.tree import plant
 from throughline.inference.runtimes.torch_backend import TorchCausal
 
 MAT = "The cat sat on the mat and"

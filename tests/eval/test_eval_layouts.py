@@ -12,8 +12,7 @@ pytest.importorskip("torch")
 import torch
 from throughline.data.new_tokenizer import train_tokenizer
 from throughline.eval.inloop import TaskEvaluator
-from throughline.eval.request import Request
-from throughline.eval.session import evaluate_one
+from throughline.eval.session import Request, evaluate_one
 from throughline.planner.layout import Layout
 from throughline.prove.forked import run_ranks, warm
 from throughline.prove.proof import SEED, Case, value_of

@@ -110,8 +110,7 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, s
     score too.
     """
     from safetensors.torch import save_file
-    from throughline.eval.request import Request
-    from throughline.eval.session import evaluate_one
+    from throughline.eval.session import Request, evaluate_one
     from throughline.inference.exports.export import export_onnx
     from throughline.models.huggingface import to_huggingface
 

@@ -87,12 +87,12 @@ def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:
     """
     text = "He spoke of the \n antidisestablishmentarians"
     lax, strict, harness = find_tasks(["lambada_megatron", "lambada_megatron_strict", "lambada_openai"])
-    (item,) = lax.items([Record("x:1", {"text": text})])
+    (item,) = lax.kind.items([Record("x:1", {"text": text})])
     assert item.text == text
-    assert strict.items([Record("x:1", {"text": text})])[0].pairs == (
+    assert strict.kind.items([Record("x:1", {"text": text})])[0].pairs == (
         ("He spoke of the", " antidisestablishmentarians"),
     )
-    assert harness.items([Record("x:1", {"text": text})])[0].pairs == (
+    assert harness.kind.items([Record("x:1", {"text": text})])[0].pairs == (
         ("He spoke of the \n", " antidisestablishmentarians"),
     )
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, keep_tokens=True)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from throughline.data.records import Record
-from throughline.eval.fewshot import Draw, with_examples
-from throughline.eval.items import Item
+from throughline.eval.items import Draw, Item, with_examples
 from throughline.eval.task import find_tasks, load_task, shipped_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
@@ -209,7 +208,7 @@ def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
         items = bound.kind.items(
             [Record(f"{name}:{number}", record) for number, record in enumerate(records)]
         )
-        for item, theirs in zip(with_examples(name, items, None, Draw(name, 1)), asked[name], strict=True):
+        for item, theirs in zip(with_examples(items, None, Draw(name, 1)), asked[name], strict=True):
             wanted = [pair[0] for pair in theirs["arguments"]]
             assert [context for context, _ in item.pairs[: len(wanted)]] == wanted, name
 

@@ -14,7 +14,7 @@ from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
 from throughline.eval.compare import mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
-from throughline.eval.fewshot import Draw, with_examples
+from throughline.eval.items import Draw, with_examples
 from throughline.eval.metrics import aggregate
 from throughline.eval.report import curves, rows_of
 from throughline.eval.runner import Ranks, evaluate, group_means, present
@@ -200,11 +200,11 @@ def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
     (task,) = find_tasks([str(tmp_path / "own.toml")])
     items = task.kind.items(task.records(tmp_path, None))
     pool = task.kind.items(task.records(tmp_path, None, fewshot=True))
-    for number, item in enumerate(with_examples("own", items, pool, Draw("own", 3))):
+    for number, item in enumerate(with_examples(items, pool, Draw("own", 3))):
         shown = [example.split()[0] for example in item.context.split("\n\n")]
         assert shown[-1] == f"Q{number}" and sorted(shown) == ["Q0", "Q1", "Q2", "Q3"]
     with pytest.raises(WrongUse, match="4 examples asked for, 3 to choose from"):
-        with_examples("own", items, pool, Draw("own", 4))
+        with_examples(items, pool, Draw("own", 4))
 
 
 def test_why_examples_come_from_the_evaluated_records_is_said(

@@ -17,9 +17,8 @@ from throughline.data.ingest.readers import ReadOptions
 from throughline.data.ingest.tokenize import tokenize
 from throughline.eval.compare import compare_scores
 from throughline.eval.opening import own_gpu
-from throughline.eval.request import Request
 from throughline.eval.runner import join_ranks
-from throughline.eval.session import evaluate_checkpoints, evaluate_one
+from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one
 
 
 def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from threading import Thread
 import pytest
 from throughline.core.errors import Failed, WrongUse
 from throughline.eval import endpoint
-from throughline.eval.request import Request
-from throughline.eval.session import evaluate_one
+from throughline.eval.session import Request, evaluate_one
 
 pytest.importorskip("openai")
 RECORDS = {
