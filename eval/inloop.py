@@ -22,8 +22,8 @@ from ..inference.serving.generation import Job
 from ..inference.serving.slots import answer
 from ..models.config import family_of
 from ..models.init import empty_model
+from ..train.evaluate import whole_model
 from ..train.logs.report import SAMPLES
-from ..train.whole_model import whole_model
 from .asked import Settings
 from .opening import scorer_of
 from .runner import evaluate, group_means, prepare

@@ -87,7 +87,7 @@ def test_without_the_compilers_error_a_failed_compile_is_still_made_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dynamo = pytest.importorskip("torch._dynamo")
-    from throughline.train.compile import _compiled
+    from throughline.train.parallelize import _compiled
 
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel")

@@ -19,15 +19,14 @@ from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
 from ..planner.layout import ZERO_BUBBLE, Layout, require_world
 from .checkpoints.weights_in import adopt, check_tokens, open_weights, start_from
-from .compile import to_compile
 from .corpus import Corpus, open_corpus
 from .engine import Engine
-from .float8 import check_products
 from .memory import check_memory
 from .objective import Objective, StepBatch, prepare, pretraining
 from .optimizers.build import build_optimizer
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
-from .precision import LossScaler, pick_device, use_deterministic_kernels
+from .parallelize import to_compile
+from .precision import LossScaler, check_products, pick_device, use_deterministic_kernels
 from .recipes.recipe import ObjectiveSection, Recipe
 from .recipes.resolved import check_epochs, model_config, outlook, predicted_step_seconds
 from .recipes.rules import can_be_had

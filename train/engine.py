@@ -27,8 +27,7 @@ from .parallel.mesh import Mesh
 from .parallel.pipeline import Pipeline, run_forward
 from .parallelize import parallelize
 from .precision import computing_dtype, wide_dtype
-from .shards import LocalShard, local_shards, make_master, summed_over
-from .stage import Routers, Stage, remove_other_stages
+from .stage import LocalShard, Routers, Stage, local_shards, make_master, remove_other_stages, summed_over
 
 if TYPE_CHECKING:
     from .parallel.compression import CommunicationHook

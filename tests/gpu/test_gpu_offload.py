@@ -19,7 +19,7 @@ from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import IN_FLIGHT_BYTES, HostOffload
-from throughline.train.shards import whole_shard
+from throughline.train.stage import whole_shard
 from torch import nn
 
 pytestmark = pytest.mark.gpu

@@ -16,14 +16,14 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
-from throughline.train import compile as compilation  # noqa: E402
+from throughline.train import parallelize as compilation  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
-from throughline.train.compile import cpp_compiler  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.loss import COLUMNS  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.parallelize import cpp_compiler  # noqa: E402
 from throughline.train.recipes.recipe import Recipe  # noqa: E402
 from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
@@ -131,7 +131,7 @@ def test_graphs_break_at_the_ring_of_keys_alone(model: str) -> None:
 
 def test_without_functional_collectives_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of a torch that lacks them: products with their collectives would break every graph."""
-    monkeypatch.setattr("throughline.train.compile.FIT_A_GRAPH", False)
+    monkeypatch.setattr("throughline.train.parallelize.FIT_A_GRAPH", False)
     warm()
     case = Case("traced", Layout(tensor=2), "gpt", "fp32", model={"layers": 2}, rows=4)
     for loss, breaks, graphs in run_ranks(2, lambda: traced(case), 600.0):

@@ -16,7 +16,7 @@ from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import HostOffload
-from throughline.train.shards import whole_shard
+from throughline.train.stage import whole_shard
 from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}

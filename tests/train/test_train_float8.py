@@ -18,13 +18,13 @@ from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
-from throughline.train.float8 import _fp8_product, check_products, convert_products  # noqa: E402
+from throughline.train.evaluate import whole_model  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
 from throughline.train.parallel.mesh import Mesh, make_mesh, start_group  # noqa: E402
+from throughline.train.precision import _fp8_product, check_products, convert_products  # noqa: E402
 from throughline.train.recipes.recipe import Recipe  # noqa: E402
 from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
-from throughline.train.whole_model import whole_model  # noqa: E402
 
 CPU = torch.device("cpu")
 CONFIG = GPTConfig(vocab_size=61, sequence_length=16, layers=2, width=32, heads=2)

@@ -11,11 +11,11 @@ from throughline.models.attention import scaled_dot_product
 from throughline.models.attention_cpu import QUERIES
 from throughline.models.config import preset
 from throughline.models.init import build
-from throughline.train import compile as compilation
 from throughline.train import loss as losses
-from throughline.train.compile import pays, to_compile
+from throughline.train import parallelize as compilation
 from throughline.train.optimizers.build import build_optimizer
 from throughline.train.optimizers.muon import MuonAdamW, orthogonalise
+from throughline.train.parallelize import pays, to_compile
 from throughline.train.recipes.recipe import Recipe
 from torch.nn import functional as F
 

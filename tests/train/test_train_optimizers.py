@@ -15,7 +15,7 @@ from throughline.train.optimizers import lamb
 from throughline.train.optimizers.adafactor import Adafactor
 from throughline.train.optimizers.build import build_optimizer
 from throughline.train.recipes.recipe import OptimizerSection
-from throughline.train.shards import WholeParameters
+from throughline.train.stage import WholeParameters
 
 CONFIG = BERTConfig(vocab_size=24, sequence_length=8, layers=1, width=16, heads=2)
 RATE, BETAS, EPSILON, DECAY = 0.01, (0.9, 0.999), 1e-6, 0.01

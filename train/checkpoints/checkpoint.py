@@ -42,7 +42,7 @@ from ...models.config import FAMILIES
 from ...models.init import empty_model
 from ..engine import Engine
 from ..parallel.ranks import Lost
-from ..shards import LocalShard, whole_shard
+from ..stage import LocalShard, whole_shard
 from ..step import Trainer
 from .finding import LATEST, checkpoints, locate
 from .snapshot import (

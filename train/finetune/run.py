@@ -33,13 +33,13 @@ from ..checkpoints.finding import locate
 from ..checkpoints.weights_in import open_weights, start_from
 from ..corpus import Corpus
 from ..engine import Engine
+from ..evaluate import whole_model
 from ..logs.metrics import FILE as METRICS
 from ..loop import train
 from ..memory import check_memory
 from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
 from ..precision import pick_device
-from ..whole_model import whole_model
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, fields_of, held_out, read_records
 from .tasks import TASKS, Task

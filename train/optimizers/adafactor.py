@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shards import LocalShard, WholeParameters
+from ..stage import LocalShard, WholeParameters
 
 EPSILON_SQUARE, EPSILON_SCALE = 1e-30, 1e-3  # the paper's epsilon 1 and 2
 DECAY_POWER = 0.8

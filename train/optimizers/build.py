@@ -15,7 +15,7 @@ from torch import nn
 from ...planner.tables import is_decayed, is_hidden_matrix
 from ..engine import Engine
 from ..recipes.recipe import Recipe
-from ..shards import WholeParameters
+from ..stage import WholeParameters
 from .adafactor import Adafactor
 from .lamb import Lamb
 from .muon import MuonAdamW

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ..shards import LocalShard, WholeParameters
+from ..stage import LocalShard, WholeParameters
 
 # elements of one round, of 20 bytes: what is read again at once stays in a core's cache, or in a GPU's of 40 MB
 ROUND = {"cpu": 1 << 18, "cuda": 1 << 21}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...planner.tables import even_part, is_hidden_matrix, sharded_part
 from ..parallel.mesh import ALONE, Axis
-from ..shards import LocalShard, WholeParameters
+from ..stage import LocalShard, WholeParameters
 
 ITERATIONS = 5
 # of Jordan et al. 2024 ("Muon"): singular values go fast to about 1 (0.7 to 1.2), and need not get nearer

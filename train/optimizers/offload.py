@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..shards import LocalShard, local_part, make_master
+from ..stage import LocalShard, local_part, make_master
 
 # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 IN_FLIGHT_BYTES = 2**30
