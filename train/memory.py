@@ -1,6 +1,4 @@
-"""Whether a run fits into memory, by what the planner predicts, before anything is allocated: a refusal when it does
-not, with the cheapest changes.
-"""
+"""Whether a run fits into memory, by what the planner predicts, before anything is allocated."""
 
 import math
 from collections.abc import Sequence
@@ -60,8 +58,8 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
 
 
 def beside(terms: dict[str, int], device: torch.device, measured: int) -> dict[str, int]:
-    """The prediction and what a run measured, of the same things: on a GPU that is what torch's allocator gave out,
-    without the context and the libraries, which `check_memory` counts too; on a processor the whole process.
+    """The prediction and what a run measured, of the same things: on a GPU what torch's allocator gave out, without the
+    context and the libraries; on a processor the whole process.
     """
     predicted = sum(terms.values()) - (terms.get("runtime", 0) if device.type == "cuda" else 0)
     return {"predicted": predicted, "measured": measured}
@@ -87,8 +85,8 @@ def _largest_first(terms: dict[str, int]) -> str:
 def _saving(
     recipe: Recipe, config: ModelConfig, device: str, tries: Sequence[Change], moments: Sequence[str]
 ) -> list[tuple[str, int]]:
-    """Of the changes, cheapest first, those that are legal and save memory at these moments, each with what would then
-    be needed there. One that is `joined`, the dearest, comes with those that cost less and help.
+    """The changes, cheapest first, that are legal and save memory at these moments, with what would then be needed. One
+    that is `joined`, the dearest, comes with those that cost less and help.
     """
 
     def need(changed: Recipe) -> int:
@@ -113,7 +111,11 @@ def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> li
     found = _saving(recipe, config, device, (FEWER_ROWS, RECOMPUTE, bf16), tuple(MOMENTS))
     lines = [line for line, _ in found]
     if all(size > total for _, size in found):  # then only a smaller model helps
-        needs = {name: _preset_need(name, recipe, device) for name in preset_names(model_family(recipe))}
+        needs = {}
+        for name in preset_names(model_family(recipe)):
+            model = recipe.model.model_copy(update={"preset": name, "overrides": {}})
+            other = recipe.model_copy(update={"model": model})
+            needs[name] = sum(predicted_memory(model_config(other), other, device).values())
         if fitting := [name for name, size in needs.items() if size <= total]:
             largest = max(fitting, key=lambda name: preset(name).parameter_count())
             fits = f'model.preset = "{largest}", the largest that fits: {amount(needs[largest], "B")}'
@@ -135,10 +137,3 @@ def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Seque
         tries.append(("train.offload = true (the update on the host)", {"offload": True}, {}, True))
     nothing = "more memory, or a smaller model in another directory: nothing that may change here saves any"
     return [line for line, _ in _saving(recipe, config, device, tries, moments)] or [nothing]
-
-
-def _preset_need(name: str, recipe: Recipe, device: str) -> int:
-    """Bytes that the recipe would need with another preset and none of its overrides."""
-    model = recipe.model.model_copy(update={"preset": name, "overrides": {}})
-    changed = recipe.model_copy(update={"model": model})
-    return sum(predicted_memory(model_config(changed), changed, device).values())

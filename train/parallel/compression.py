@@ -86,10 +86,8 @@ class CommunicationHook:
 
     def error(self, name: str, like: Tensor) -> Tensor:
         """What was lost under that name so far: zeros the first time, or where another layout saved it."""
-        known = self.kept.get(name)
-        self.kept[name] = (
-            torch.zeros_like(like) if known is None or known.shape != like.shape else known.to(like)
-        )
+        known = self.kept.get(name, like.new_empty(0))
+        self.kept[name] = known.to(like) if known.shape == like.shape else torch.zeros_like(like)
         return self.kept[name]
 
     def compressed_sum(self, codec: Bf16 | Signs, index: int, x: Tensor) -> Tensor:
@@ -202,24 +200,20 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         super().__init__(params, **options)
         CommunicationHook.__init__(self, communicator)
         self.warmup_steps = warmup_steps
-        self._steps: int | None = None  # taken so far; None: not read from the state yet
+        self._steps = 0  # taken so far
         self._signs: Tensor | None = None  # of the sketch, a megabyte or two
         self._frozen_at: int | None = None  # the steps that made the variance, once it is frozen
 
     @property
     def frozen(self) -> bool:
         """Whether the warm-up is over, or was in the state that was loaded, whatever this run's would be."""
-        if self._steps is None:
-            known = [slots for slots in self.state.values() if slots]
-            self._steps = max((int(slots["step"]) for slots in known), default=0)
-            frozen = [slots["frozen_at"] for slots in known if "frozen_at" in slots]
-            self._frozen_at = max(frozen, default=None)
         return self._frozen_at is not None or self._steps >= self.warmup_steps
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AdamW's; the phase follows the steps in the state."""
         super().load_state_dict(state_dict)
-        self._steps = None
+        known = [slots for slots in self.state.values() if slots]
+        self._steps = max((int(slots["step"]) for slots in known), default=0)
+        self._frozen_at = max((slots["frozen_at"] for slots in known if "frozen_at" in slots), default=None)
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -253,12 +247,12 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """AdamW's update while warming up; then momentum exchanged in signs over the frozen variance's root."""
-        frozen, before = self.frozen, self._steps or 0
-        self._steps = before + 1
+        frozen = self.frozen
+        self._steps += 1
         if not frozen:
             super().step(closure)
             return
-        self._frozen_at = before if self._frozen_at is None else self._frozen_at
+        self._frozen_at = self._steps - 1 if self._frozen_at is None else self._frozen_at
         groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
         for index, bucket in enumerate(buckets(list(groups))):
             flat = pack([self._contribution(p, groups[p]["betas"][0]) for p in bucket])

@@ -1,8 +1,6 @@
-"""Job files for `throughline launch --emit`: complete, commented, printed and never submitted.
+"""Job files for `throughline launch --emit`, from `templates/`: complete, commented, printed and never submitted.
 
-One machine runs `throughline launch`; several run torchrun, whose agents meet on the first one. The files are
-`templates/`: `@name@` is a value, and a line that begins with `?name` or `?!name` is there when that fact holds or
-does not.
+One machine runs `throughline launch`; several run torchrun, whose agents meet on the first one.
 """
 
 import json
@@ -11,11 +9,17 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...core.errors import WrongUse
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Environment(  # noqa: S701 (shell and YAML, whose values are quoted where they stand)
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    line_statement_prefix="?",
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
 # of each kind: its template, and the shell words for a machine's number and for the first machine's name
 KINDS = {
     "torchrun": ("torchrun.sh", '"$NODE_RANK"', '"$FIRST_MACHINE"'),
@@ -23,9 +27,7 @@ KINDS = {
     "kubernetes": ("kubernetes.yaml", "$JOB_COMPLETION_INDEX", "{name}-0.{name}"),  # pod 0 has a fixed name
 }
 PORT = 29500
-DRAIN_SECONDS = (
-    90  # of a server: answers of 60 s, and before them the time in which a balancer looks elsewhere
-)
+DRAIN_SECONDS = 90  # of a server: answers of 60 s, and before them a balancer looks elsewhere
 GRACE_SECONDS = 300  # between the signal to stop and the kill: time to save
 # torch 2.13's restarts read the addresses of dead processes from a store that outlives them, unless each
 # start has its own
@@ -91,24 +93,11 @@ def job_file(kind: str, job: Job, image: str) -> str:
         "verb": job.arguments[0],
         "image": json.dumps(image),
     }
-    return _filled(file, facts)
+    return TEMPLATES.get_template(file).render(facts)
 
 
 def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool) -> str:
     """What runs `throughline serve` on Kubernetes: Deployment, Service, autoscaler, probes."""
     job = Job(arguments, 1, 1, f"serve-{name}", None, "", gpus=gpu)
     facts = vars(job) | {"image": json.dumps(image), "arguments": json.dumps(list(arguments))}
-    return _filled("serve.yaml", facts | {"grace": DRAIN_SECONDS})
-
-
-def _filled(file: str, facts: dict[str, Any]) -> str:
-    """A template with its values."""
-    lines = []
-    for line in (TEMPLATES / file).read_text().splitlines():
-        if line.startswith("?"):
-            condition, _, line = line[1:].partition(" ")
-            if bool(facts[condition.removeprefix("!")]) == condition.startswith("!"):
-                continue
-        indent = line[: len(line) - len(line.lstrip())]  # of the other lines of a value, as YAML wants it
-        lines.append(re.sub(r"@(\w+)@", lambda x: str(facts[x[1]]).replace("\n", f"\n{indent}"), line))  # noqa: B023
-    return "\n".join(lines) + "\n"
+    return TEMPLATES.get_template("serve.yaml").render(facts, grace=DRAIN_SECONDS)
