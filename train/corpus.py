@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import MANIFEST, Input, input_record, is_artifact, read_manifest
+from ..core.artifact import Input, input_record, is_artifact, read_manifest
 from ..core.errors import Refused, WrongUse
 from ..core.files import sha256_file, sha256_json
 from ..data.ingest.inputs import expand_inputs
@@ -132,16 +132,3 @@ def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequ
                 f"or leave it out",
             )
     return int(vocab_size)
-
-
-def check_inputs(checkpoint: Path, inputs: Sequence[Input]) -> None:
-    """Refuse to go on with other data than the checkpoint was trained on: its position would mean other rows."""
-    before = read_manifest(checkpoint).inputs
-    changed = [item.path for item, old in zip(inputs, before) if item.hash != old.hash]
-    if changed or len(before) != len(inputs):
-        raise Refused(
-            "the data have changed since the run was saved",
-            where=", ".join(changed[:3]) or f"{len(inputs)} inputs instead of {len(before)}",
-            why=f"their hashes are not those in {checkpoint / MANIFEST}",
-            fix="put the data back, or train in another directory with --run-dir",
-        )

@@ -24,8 +24,7 @@ from ..data.dataset import Loader
 from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
 from .checkpoints.checkpoint import CheckpointWriter, restore
-from .checkpoints.finding import verified_share
-from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, environment, open_run
+from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, open_run, verified_share
 from .engine import Engine
 from .logs.metrics import Metrics, StepReport
 from .logs.profile import Profile
@@ -64,7 +63,8 @@ def train(
         ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
         world = ranks.mesh.world
         shares = ranks.gathered(verified_share(workspace.path / "checkpoints", world.rank, world.size))
-        checkpoint, done = ranks.first_decides(lambda: open_run(workspace, plan, set().union(*shares)))
+        opened = partial(open_run, workspace, plan.recipe, plan.corpus.inputs, set().union(*shares))
+        checkpoint, done = ranks.first_decides(opened)
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
             return done
@@ -115,8 +115,7 @@ class Run:
     def to_the_end(self) -> dict[str, Any]:
         """Every step that is left, the last evaluation and save, the report and the manifest."""
         trainer, start = self.trainer, time.monotonic()
-        facts = environment(self.plan, self.report.peak, self.report.peak_source)
-        self._event("resumed" if trainer.step else "started", **facts)
+        self._event("resumed" if trainer.step else "started", **self.report.environment())
         try:
             with (
                 self.ranks.watch(self.workspace.path / HEARTBEAT) as self.report.heartbeat,

@@ -92,7 +92,7 @@ def find_model(path: Path | str) -> FoundModel:
             what = f"a torch model is needed, this is an artifact of kind {kind}"
             fix = "give the run or checkpoint that it was exported from (`throughline show` names it)"
             raise WrongUse(what, where=path, fix=fix)
-        from ...train.checkpoints.finding import locate
+        from ...train.checkpoints.run_directory import locate
 
         path = locate(path)
     tokenizer = path / "tokenizer.json"

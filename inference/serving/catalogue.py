@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from ...core.backend import AUTO, BackendOptions
 from ...core.console import say, warn
 from ...core.errors import WrongUse
-from ...train.checkpoints.finding import locate
 from ..runtimes.source import no_model
 from .accounts import LIMITS, ServerLimits, later
 from .remote import Remote
@@ -58,6 +57,8 @@ class Source:
 
     def newest(self) -> Path | None:
         """A run's newest checkpoint that has been read back and found as written; None while there is none."""
+        from ...train.checkpoints.run_directory import locate  # recipes and their rules: a quarter of a second
+
         with suppress(WrongUse):
             return locate(self.path)
         return None

@@ -20,7 +20,7 @@ from throughline.prove.proof import SEED, Case, make_trainer, own_rows, referenc
 from throughline.train.checkpoints import checkpoint  # noqa: E402
 from throughline.train.checkpoints import snapshot as snapshots  # noqa: E402
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
-from throughline.train.checkpoints.finding import find_resumable, verified_share  # noqa: E402
+from throughline.train.checkpoints.run_directory import find_resumable, verified_share  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402

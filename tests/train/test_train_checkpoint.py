@@ -15,9 +15,9 @@ from throughline.core.artifact import is_artifact, read_manifest, verify_artifac
 from throughline.core.errors import Refused, WrongUse
 from throughline.train.build import RunPlan, build_trainer
 from throughline.train.checkpoints import checkpoint as module
-from throughline.train.checkpoints import finding
+from throughline.train.checkpoints import run_directory
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model
-from throughline.train.checkpoints.finding import find_resumable, locate
+from throughline.train.checkpoints.run_directory import find_resumable, locate
 from throughline.train.loop import train
 from throughline.train.parallel.ranks import Lost
 from throughline.train.step import Trainer
@@ -228,7 +228,7 @@ def test_one_that_cannot_be_read_is_passed_over(
         if path.name == "step-00000002":
             raise OSError(errno.EIO, "Input/output error", str(path / "state.json"))
 
-    monkeypatch.setattr(finding, "verify_artifact", verify)
+    monkeypatch.setattr(run_directory, "verify_artifact", verify)
     assert find_resumable(tmp_path) == tmp_path / "step-00000001"
     assert "Input/output error" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "step-00000001")

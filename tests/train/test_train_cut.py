@@ -19,7 +19,7 @@ from throughline.core.errors import Failed
 from throughline.train.build import RunPlan, build_trainer
 from throughline.train.checkpoints import checkpoint as module
 from throughline.train.checkpoints.checkpoint import CheckpointWriter
-from throughline.train.checkpoints.finding import find_resumable
+from throughline.train.checkpoints.run_directory import find_resumable
 from throughline.train.step import Trainer
 
 OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir")

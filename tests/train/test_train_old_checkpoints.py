@@ -17,7 +17,7 @@ from throughline.planner.layout import Layout
 from throughline.planner.tables import parameter_shapes
 from throughline.train.build import RunPlan, StepBatches, build_trainer, training_rows
 from throughline.train.checkpoints.checkpoint import load_model, restore
-from throughline.train.checkpoints.finding import find_resumable
+from throughline.train.checkpoints.run_directory import find_resumable
 from throughline.train.engine import Engine
 from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train

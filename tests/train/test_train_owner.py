@@ -13,8 +13,7 @@ import torch
 from throughline.core.errors import Refused, WrongUse
 from throughline.core.workspace import read_records
 from throughline.train.build import RunPlan
-from throughline.train.checkpoints.finding import find_resumable
-from throughline.train.checkpoints.run_directory import HANDOVER_SECONDS, OWNER, RunWorkspace
+from throughline.train.checkpoints.run_directory import HANDOVER_SECONDS, OWNER, RunWorkspace, find_resumable
 from throughline.train.loop import train
 
 

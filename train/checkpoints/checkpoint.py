@@ -44,7 +44,7 @@ from ..engine import Engine
 from ..parallel.ranks import Lost
 from ..stage import LocalShard, whole_shard
 from ..step import Trainer
-from .finding import LATEST, checkpoints, locate
+from .run_directory import LATEST, checkpoints, locate
 from .snapshot import (
     COUNTS,
     SCALES,

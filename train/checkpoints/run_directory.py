@@ -1,26 +1,24 @@
-"""The directory of a run, before its first step: whose it is, whether this recipe may go on in it, and from where."""
+"""The directory of a run: whose it is, whether a recipe may go on in it, where its checkpoints lie, and which of them
+is whole.
+"""
 
-import platform
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...core.artifact import MANIFEST, Manifest, is_artifact, read_manifest, version
-from ...core.errors import Refused, WrongUse
-from ...core.files import write_atomic
-from ...core.hardware import machine
+from ...core.artifact import MANIFEST, Input, Manifest, is_artifact, read_manifest, verify_artifact
+from ...core.console import warn
+from ...core.errors import Refused, ThroughlineError, WrongUse, download_hint
+from ...core.files import sha256_file, write_atomic
 from ...core.recipe import dump_toml, load_recipe
 from ...core.workspace import Workspace
-from ..build import RunPlan
-from ..corpus import check_inputs
 from ..logs.target import reached
 from ..recipes.recipe import Recipe
-from .finding import find_resumable
 
+LATEST = "latest"  # a text file beside the checkpoints with the name of one
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
     "train.steps",
     "train.eval_",
@@ -98,19 +96,18 @@ class RunWorkspace(Workspace):
 
 
 def open_run(
-    workspace: RunWorkspace, plan: RunPlan, verified: Collection[tuple[Path, str]]
+    workspace: RunWorkspace, recipe: Recipe, inputs: Sequence[Input], verified: Collection[tuple[Path, str]]
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Make the directory, which is this run's, ready for steps: the checkpoint to go on from, and the summary of a run
     that has ended. Files of checkpoints that are `verified` are not read again.
     """
-    recipe = plan.recipe
     checkpoint = find_resumable(workspace.path / "checkpoints", verified)
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts
         if done["step"] >= recipe.train.steps or reached(recipe.target, done["validation"]):
             return checkpoint, done
     if checkpoint is not None:
-        check_inputs(checkpoint, plan.corpus.inputs)
+        check_inputs(checkpoint, inputs)
     (workspace.path / MANIFEST).unlink(missing_ok=True)
     write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
     return checkpoint, None
@@ -165,21 +162,83 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def environment(plan: RunPlan, peak: float | None, peak_source: str) -> dict[str, Any]:
-    """Where a run starts or goes on, for its events."""
-    here = machine()
-    return {
-        "throughline": version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(plan.device),
-        "cpu": here.cpu.name,
-        "gpus": [gpu.name for gpu in here.gpus],
-        "threads": torch.get_num_threads(),
-        "data": [Path(source.path).name for source in plan.recipe.data.sources()],
-        "training_tokens": sum(store.tokens for store in plan.corpus.train),
-        "parameters": plan.config.parameter_count(),
-        "predicted_memory": plan.memory,
-        "peak_flops": peak,
-        "peak_source": peak_source,
-    }
+def check_inputs(checkpoint: Path, inputs: Sequence[Input]) -> None:
+    """Refuse to go on with other data than the checkpoint was trained on: its position would mean other rows."""
+    before = read_manifest(checkpoint).inputs
+    changed = [item.path for item, old in zip(inputs, before) if item.hash != old.hash]
+    if changed or len(before) != len(inputs):
+        raise Refused(
+            "the data have changed since the run was saved",
+            where=", ".join(changed[:3]) or f"{len(inputs)} inputs instead of {len(before)}",
+            why=f"their hashes are not those in {checkpoint / MANIFEST}",
+            fix="put the data back, or train in another directory with --run-dir",
+        )
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The complete checkpoints in a run's `checkpoints`, newest first; other names are not the run's."""
+    steps = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted((path for path in steps if is_artifact(path)), reverse=True)
+
+
+def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, str]]:
+    """Of the newest checkpoint those files whose every byte is as written, every `world`-th by size: each process reads
+    a share where one would read a terabyte.
+    """
+    with suppress(OSError, ThroughlineError):  # then the first process reads again and says what is wrong
+        for path in checkpoints(directory)[:1]:
+            files = sorted(read_manifest(path).files, key=lambda file: (file.bytes, file.name))[rank::world]
+            return {(path, file.name) for file in files if sha256_file(path / file.name) == file.sha256}
+    return set()
+
+
+def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ()) -> Path | None:
+    """The newest checkpoint whose every byte is as written, as that of `verified` is; None when there is none at all.
+
+    A damaged one is named and passed over. Raises Refused when all are damaged. Removes what a killed save left.
+    """
+    for remains in directory.glob(".step-*.tmp"):
+        shutil.rmtree(remains, ignore_errors=True)
+    damaged: ThroughlineError | None = None
+    for path in checkpoints(directory):
+        try:
+            verify_artifact(path, read_back={name for place, name in verified if place == path})
+        except (ThroughlineError, OSError) as error:
+            warn(f"checkpoint passed over: {error}")
+            if isinstance(error, OSError):
+                error = Refused("it cannot be read", where=path, why=str(error))
+            damaged = damaged or error
+        else:
+            return path
+    if damaged is not None:
+        raise Refused(
+            "no checkpoint of this run is whole",
+            where=damaged.where,
+            why=f"{damaged.what}: {damaged.why}".rstrip(": "),
+            fix="restore a checkpoint from a copy, or start again in another directory: --run-dir",
+        )
+    return None
+
+
+def locate(path: Path | str) -> Path:
+    """The checkpoint that `path` means: itself, or the latest of a run. Raises WrongUse when there is none."""
+    path = Path(path)
+    pointer = path / "checkpoints" / LATEST
+    if pointer.is_file():
+        return path / "checkpoints" / pointer.read_text().strip()
+    if is_artifact(path) and read_manifest(path).kind == "checkpoint":
+        return path
+    if not path.exists():
+        fix = f"check the spelling; runs are under runs/{download_hint(path)}"
+        raise WrongUse("no such run or checkpoint", where=path, fix=fix)
+    what = "neither a run with a checkpoint nor a checkpoint"
+    why = "it has no checkpoints/latest and no manifest"
+    fix = "give a directory that `throughline train` wrote, or one under its checkpoints/"
+    if is_artifact(path):
+        what, why = f"a model is needed, this is an artifact of kind {read_manifest(path).kind}", ""
+    elif (path / "adapter_config.json").is_file():
+        what, why = "this is an adapter (LoRA), not a model", "it changes the weights of another directory"
+        fix = "merge it first: merge_and_unload() and save_pretrained() of peft"
+    elif path.is_dir() and not any(path.iterdir()):
+        why = "it is empty"
+    raise WrongUse(what, where=path, why=why, fix=fix)

@@ -29,7 +29,7 @@ from ...models.sentence import read_sentence
 from ...planner.layout import require_world
 from ..build import RunPlan
 from ..checkpoints.checkpoint import load_weights
-from ..checkpoints.finding import locate
+from ..checkpoints.run_directory import locate
 from ..checkpoints.weights_in import open_weights, start_from
 from ..corpus import Corpus
 from ..engine import Engine

@@ -9,6 +9,7 @@ stand in it twice, and the later one counts (`read_metrics`).
 """
 
 import math
+import platform
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 import psutil
 import torch
 
+from ...core.artifact import version
 from ...core.console import progress
-from ...core.hardware import find_chip
+from ...core.hardware import find_chip, machine
 from ...core.workspace import Workspace, read_records
 from ..build import RunPlan
 from ..engine import Mark
@@ -190,6 +192,25 @@ class StepReport:
         self._tokens, self._seconds = 0, 0.0
         records = reversed(read_metrics(metrics.workspace.path))
         self.last: Record = next((record for record in records if "loss" in record), {})
+
+    def environment(self) -> dict[str, Any]:
+        """Where a run starts or goes on, for its events."""
+        plan, here = self.plan, machine()
+        return {
+            "throughline": version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": str(plan.device),
+            "cpu": here.cpu.name,
+            "gpus": [gpu.name for gpu in here.gpus],
+            "threads": torch.get_num_threads(),
+            "data": [Path(source.path).name for source in plan.recipe.data.sources()],
+            "training_tokens": sum(store.tokens for store in plan.corpus.train),
+            "parameters": plan.config.parameter_count(),
+            "predicted_memory": plan.memory,
+            "peak_flops": self.peak,
+            "peak_source": self.peak_source,
+        }
 
     @contextmanager
     def step(self) -> Iterator[Mark]:
