@@ -57,7 +57,7 @@ class Source:
 
     def newest(self) -> Path | None:
         """A run's newest checkpoint that has been read back and found as written; None while there is none."""
-        from ...train.checkpoints.run_directory import locate  # recipes and their rules: a quarter of a second
+        from ...train.checkpoints.run_directory import locate  # a quarter of a second
 
         with suppress(WrongUse):
             return locate(self.path)

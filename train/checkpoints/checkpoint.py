@@ -176,7 +176,6 @@ class CheckpointWriter:
         return self.directory / f".step-{step:08d}.{self.token}-{process:05d}.tmp"
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
-        """Wait for the parts of all processes and move their files here; no process waits for the first."""
         tables = []
         for process in range(self.processes):
             path, written, end = self._part(step, process), -1, 0.0

@@ -129,7 +129,6 @@ def claim(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
 
 
 def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
-    """The recipe of the run that is there, to which this one must be equal but for what may change."""
     if resume == "never":
         fix = "--resume auto continues it; --run-dir starts elsewhere"
         raise WrongUse("a run is already there", where=file.parent, fix=fix)

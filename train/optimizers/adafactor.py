@@ -31,7 +31,6 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; afterwards the gradients hold its directions."""
         assert closure is None, "the loss is not evaluated again"
         parts = self.whole.parts
         matrices = [part for part in parts if len(part.spec.shape) > 1]
@@ -101,7 +100,6 @@ def _squares(part: LocalShard, dim: int) -> Tensor:
 
 
 def _move(part: LocalShard, found: Tensor, group: dict[str, Any]) -> None:
-    """Apply the direction; the factors stay on the device."""
     parameter, direction = part.value, part.value.grad
     assert direction is not None
     count = math.prod(part.spec.shape)

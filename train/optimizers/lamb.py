@@ -49,7 +49,6 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of everything that has a gradient."""
         assert closure is None, "the loss is not evaluated again"
         squares: dict[int, list[Tensor]] = {}  # of weight and direction, in rounds
         for group in self.param_groups:
@@ -98,34 +97,28 @@ class Lamb(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         settings = {"lr": 1.0, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": group["eps"]}
         settings |= {"amsgrad": False, "maximize": False}
-        before = list(
-            torch._foreach_sub(steps, 1)
-        )  # it adds 1 to the steps, which pieces of one parameter share
+        # Adam adds 1 to the steps, which pieces of one parameter share
+        before = list(torch._foreach_sub(steps, 1))
         adam(ours, gradients, means, variances, [], before, fused=True, **settings)
         if group["weight_decay"]:
             torch._foreach_add_(ours, weights, alpha=-group["weight_decay"])
         torch._foreach_copy_(gradients, ours)
         if group["adapted"]:
-            norms = zip(index, torch._foreach_norm(weights), torch._foreach_norm(ours))
-            for part, *pair in norms:
+            for part, *pair in zip(index, torch._foreach_norm(weights), torch._foreach_norm(ours)):
                 if self.interleaved(self.whole.parts[part].name)[0] == 1:
                     squares.setdefault(part, []).append(torch.stack(pair).double().square())
 
     def _ratios(self, squares: dict[int, list[Tensor]]) -> dict[Tensor, Tensor]:
         """Parameter -> its ratio, (1) or a column of one for each row."""
         adapted = {p for group in self.param_groups if group["adapted"] for p in group["params"]}
-        parts = [
-            (index, part)
-            for index, part in enumerate(self.whole.parts)
-            if part.value in adapted or (not part.value.numel() and len(part.spec.shape) > 1)
-        ]
-        mine = [
-            torch.stack(squares[index]).sum(0).view(1, 2) if index in squares else self._by_rows(part)
-            for index, part in parts
-        ]
-        cut = [part.cut is not None for _, part in parts]
+        parts, mine = [], []
+        for index, part in enumerate(self.whole.parts):
+            if part.value in adapted or (not part.value.numel() and len(part.spec.shape) > 1):
+                parts.append(part)
+                known = squares.get(index)
+                mine.append(self._by_rows(part) if known is None else torch.stack(known).sum(0).view(1, 2))
         found: dict[Tensor, Tensor] = {}
-        for (_, part), sums in zip(parts, self.whole.sums(mine, cut)):
+        for part, sums in zip(parts, self.whole.sums(mine, [part.cut is not None for part in parts])):
             weight, direction = sums.sqrt().unbind(1)
             ratio = torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
             if self.max_trust_ratio is not None:

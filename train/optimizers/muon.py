@@ -48,15 +48,15 @@ class MuonAdamW(torch.optim.AdamW):
         for parameter in aheads:
             parameter.grad = None  # so that AdamW passes it by
             parameter.mul_(1 - groups[parameter]["lr"] * groups[parameter]["weight_decay"])
-        hidden = [part for part in self.whole.parts if is_hidden_matrix(part.name, len(part.spec.shape))]
         cut, whole = [], []
-        for part in hidden:
+        for part in self.whole.parts:
+            if not is_hidden_matrix(part.name, len(part.spec.shape)):
+                continue
             if self.whole.shard.group is not None or self._tensor(part).group is not None:
                 cut.append(part)
             elif part.value in aheads:
                 whole.append(part.value)
-        kinds = [groups[p]["interleaved"] for p in whole]
-        self._move(whole, [aheads[p] for p in whole], kinds, [groups[p]["lr"] for p in whole])
+        self._move([(p, aheads[p], groups[p]["interleaved"], groups[p]["lr"]) for p in whole])
         for part, direction in self._spread(cut, aheads):
             if part.value in aheads:
                 part.value.sub_(direction, alpha=groups[part.value]["lr"])
@@ -86,20 +86,14 @@ class MuonAdamW(torch.optim.AdamW):
                 sent = [x.to(self.dtype or x.dtype) for x in own]
                 (ahead,) = _gathered(_gathered(sent, 0, rows, shard), dim or 0, columns, tensor)
                 direction = torch.zeros_like(ahead)
-                self._move([direction], [ahead], [kind], [-1.0])
+                self._move([(direction, ahead, kind, -1.0)])
                 back = _scattered(_scattered([direction], dim or 0, columns, tensor), 0, rows, shard)
                 yield from zip(these, (x.to(own[0].dtype) for x in back))
 
-    def _move(
-        self,
-        wholes: Sequence[Tensor],
-        aheads: Sequence[Tensor],
-        kinds: Sequence[tuple[int, int]],
-        rates: Sequence[float],
-    ) -> None:
-        """Subtract from every matrix `rate` times the direction of its look ahead."""
+    def _move(self, moves: Sequence[tuple[Tensor, Tensor, tuple[int, int], float]]) -> None:
+        """Of each (weight, look ahead, kind, rate) subtract from every matrix `rate` times its direction."""
         batches: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
-        for whole, ahead, kind, rate in zip(wholes, aheads, kinds, rates):
+        for whole, ahead, kind, rate in moves:
             for target, update in zip(_parts(whole, *kind), _parts(ahead, *kind)):
                 matrix = update.flatten(0, 1)
                 step = rate * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
@@ -112,7 +106,6 @@ class MuonAdamW(torch.optim.AdamW):
                 target.sub_((wide.t() if tall else wide).reshape(target.shape), alpha=step)
 
     def _ahead(self, parameter: Tensor, decay: float) -> Tensor:
-        """The momentum's look ahead."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())  # AdamW expects one in every state that it loads
@@ -152,7 +145,6 @@ def _scattered(wholes: Sequence[Tensor], dim: int, sizes: Sequence[int], axis: A
 
 
 def _all_to_all(outgoing: Sequence[Sequence[Tensor]], counts: Sequence[int], axis: Axis) -> Sequence[Tensor]:
-    """What goes to each process; of each process so many numbers."""
     flats = [torch.cat([part.reshape(-1) for part in parts]) for parts in outgoing]
     received, width = flats[0].new_empty(sum(counts)), flats[0].element_size()
     bytes_in, bytes_out = [width * count for count in counts], [flat.nbytes for flat in flats]

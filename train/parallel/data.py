@@ -222,7 +222,6 @@ def _there_and_back(
 
 
 def _send(sent: list[int], received: list[int], x: Tensor, axis: Axis) -> Tensor:
-    """Rows to and from each process, so many of them."""
     rows = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(rows, x.contiguous(), received, sent, group=axis.group)
     return rows

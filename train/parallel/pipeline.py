@@ -44,18 +44,11 @@ class Pipeline:
         there: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
         activation = torch.empty(stages[0].activation_shape(rows, sequence_length), **there)
         nothing, loss = torch.empty(1, device="meta"), torch.empty((), **there)
-        parts = [
-            pipelining.PipelineStage(
-                stage,
-                stage.index,
-                layout.stages,
-                device,
-                group=group,
-                input_args=nothing if stage.is_first else activation,
-                output_args=loss if stage.is_last else activation,
-            )
-            for stage in stages
-        ]
+        parts = []
+        for stage in stages:
+            taken, given = nothing if stage.is_first else activation, loss if stage.is_last else activation
+            where = stage.index, layout.stages, device, taken, given
+            parts.append(pipelining.PipelineStage(stage, *where, group=group))
         # of a growing batch, which torch's refuses
         few = layout.schedule == "1f1b" and micro_batches < layout.stages
         schedule = getattr(pipelining, SCHEDULES["gpipe" if few else layout.schedule])

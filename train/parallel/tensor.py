@@ -130,8 +130,6 @@ def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Wh
 
 
 class _CutLinear(nn.Module):
-    """The parameters of a linear layer cut over an axis, and what computes its products."""
-
     def __init__(self, linear: nn.Linear, axis: Axis) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
