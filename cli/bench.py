@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core import console, hardware
-from ..core.artifact import version
+from ..core.artifact import installed, version
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
 from .common import PATH, backend_options, flag, option, throughline_command
@@ -172,7 +172,7 @@ def doctor() -> None:
 
     machine = hardware.machine()
     wanted = _wanted()
-    packages = {name: _version(name) for name in wanted}
+    packages = {name: installed(name) for name in wanted}
     compiler = shutil.which("g++") or shutil.which("clang++")
     lines = [
         f"throughline {version()}, Python {platform.python_version()}, {platform.platform()}",
@@ -232,9 +232,3 @@ def _wanted() -> dict[str, str]:
         found = {re.split(r"[^\w-]", text)[0]: text.partition("extra ==")[2].strip(" '\"") for text in texts}
         return {name: extra for name, extra in found.items() if extra not in DEVELOPERS}
     return {}
-
-
-def _version(name: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None

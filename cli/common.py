@@ -15,16 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..core import console
-from ..core.errors import (
-    EXIT_FAILED,
-    EXIT_FILE,
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
-    Failed,
-    Stopped,
-    ThroughlineError,
-)
+from ..core import console, errors
+from ..core.errors import EXIT_FILE, Failed, Stopped, ThroughlineError
 
 if TYPE_CHECKING:
     from ..train.recipes.recipe import Recipe
@@ -49,9 +41,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --json, --quiet and --debug and turns our errors into messages and exit codes. Put it under
-    @click.command().
-    """
+    """Adds --json, --quiet and --debug and turns our errors into messages and exit codes; the last decorator."""
 
     @flag("--json json_output", "Print one JSON object on stdout, everything else on stderr.")
     @flag("--quiet -q", "Print only the result, warnings and errors.")
@@ -71,9 +61,9 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             _tell_launcher(error.exit_code, type(error).__name__)
             _fail(error, json_output, debug)
         except KeyboardInterrupt as signalled:
-            code, said = EXIT_INTERRUPTED, "interrupted"
+            code, said = errors.EXIT_INTERRUPTED, "interrupted"
             if isinstance(signalled, _Terminated):
-                code, said = EXIT_STOPPED, "stopped by SIGTERM"
+                code, said = errors.EXIT_STOPPED, "stopped by SIGTERM"
             _tell_launcher(code)
             if _speaks():
                 click.echo(said, err=True)
@@ -81,7 +71,7 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
         except BrokenPipeError:
             # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(EXIT_FAILED)
+            sys.exit(errors.EXIT_FAILED)
         except (click.ClickException, click.exceptions.Exit):
             raise
         except Exception as error:
@@ -199,11 +189,9 @@ def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--context and --gpu-memory, for `backend_options`, of commands that keep many sequences of a GPT."""
     share = click.FloatRange(0, 1, min_open=True)
     memory = "Share of a GPU's memory for the weights and the cache of a torch GPT; the rest is for its work."
+    context = "Tokens of a GPT's longest sequence, for which the cache has a place (default: the model's)."
     function = option("--gpu-memory", share, memory, 0.9)(function)
-    longest = (
-        "Tokens of a GPT's longest sequence, for which a place in the cache is made (default: the model's)."
-    )
-    return option("--context", click.IntRange(2), longest)(function)
+    return option("--context", click.IntRange(2), context)(function)
 
 
 def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":

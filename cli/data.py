@@ -31,10 +31,7 @@ def text_options(function: Any) -> Any:
 
     for decorate in (
         option(
-            "--max-replaced",
-            click.FloatRange(0, 1),
-            "Largest share of invalid characters that is accepted.",
-            0.001,
+            "--max-replaced", click.FloatRange(0, 1), "Largest accepted share of invalid characters.", 0.001
         ),
         flag("--unwrap", "Join the hard-wrapped lines of a paragraph with spaces."),
         option("--split", None, "Split of a data set that is read.", "train"),
@@ -97,9 +94,7 @@ def command() -> None:
     "Type of tokenizer to train. With `import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.",
     "bpe",
 )
-@option(
-    "--vocab-size", click.IntRange(3), "Number of entries in the vocabulary, special tokens included.", 32000
-)
+@option("--vocab-size", click.IntRange(3), "Entries of the vocabulary, special tokens included.", 32000)
 @option(
     "--cased/--uncased",
     None,
@@ -187,15 +182,8 @@ def tokenizer(
 )
 @flag("--sentences", "Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.")
 @option("--workers", click.IntRange(1), "Number of worker processes (default: one per core).")
-@option(
-    "--backend", click.Choice(BACKENDS), "Library that encodes. All of them give the same tokens.", "auto"
-)
-@option(
-    "--executor",
-    click.Choice(["local", "ray"]),
-    "Where the tasks run: on this machine or on a Ray cluster.",
-    "local",
-)
+@option("--backend", click.Choice(BACKENDS), "Library that encodes; all give the same tokens.", "auto")
+@option("--executor", click.Choice(["local", "ray"]), "Where tasks run: here or on a Ray cluster.", "local")
 @option(
     "--shard-bytes",
     None,

@@ -112,12 +112,7 @@ def numbers(context: click.Context, option: click.Parameter, text: str) -> tuple
 @option("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`.")
 @option("--limit", click.IntRange(1), "Maximum number of records per task (default: all).")
 @option("--bench/--no-bench", None, "Measure latency.", True)
-@option(
-    "--device",
-    None,
-    "Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.",
-    "cpu",
-)
+@option("--device", None, "Device of comparison and latency table: cpu, cuda or cuda:N.", "cpu")
 @throughline_command
 def command(
     path: str, target: str, out: str, overwrite: bool, tasks: str | None, limit: int | None, **given: Any

@@ -31,9 +31,7 @@ ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
     click.Choice(["torchrun", "slurm", "kubernetes"]),
     "Print a job file of this kind instead of running the command.",
 )
-@option(
-    "--per-machine", click.IntRange(1), "Number of processes on each machine in the job file of --emit.", 8
-)
+@option("--per-machine", click.IntRange(1), "Number of processes on a machine of --emit's job file.", 8)
 @option("--image", None, "Container image in the job file of --emit kubernetes.", "throughline:latest")
 @option("--restarts", click.IntRange(0), "Maximum number of restarts in a row after a process was lost.", 3)
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)

@@ -28,12 +28,7 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, e
 @option("--top-k", None, "Number of most probable tokens to draw from. 0 means all.", 0)
 @option("--top-p", None, "Draw from the most probable tokens that together have this probability.", 1.0)
 @option("--min-p", None, "Draw from tokens at least this many times as probable as the best one.", 0.0)
-@option(
-    "--repetition-penalty",
-    None,
-    "Factor by which tokens seen before become less likely. 1 changes nothing.",
-    1.0,
-)
+@option("--repetition-penalty", None, "Factor by which seen tokens become less likely. 1 means none.", 1.0)
 @option("--seed", click.IntRange(0), "Seed of the draw (default: a new one each time).")
 @option("--stop", None, "Text before which the answer ends (default: none). Repeatable.", multiple=True)
 @option("--samples", click.IntRange(1, 256), "Number of continuations.", 1)
@@ -199,9 +194,7 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
 @option("--split", None, "Split of the folder's qrels that is asked.", "test")
 @option("--weight", click.FloatRange(0, 1), "Share of the embeddings in the score of both.", 0.2)
 @option("--tune", None, "Split whose queries choose the weight instead: not the one that is asked.")
-@option(
-    "--query-prompt", None, "Prompt before every query, as `embed --prompt` takes it (default: the model's)."
-)
+@option("--query-prompt", None, "Prompt before every query, as for `embed` (default: the model's).")
 @option("--prompt", None, "Prompt before every document (default: the model's).")
 @backend_options
 @throughline_command

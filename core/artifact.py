@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -72,9 +72,8 @@ class Manifest:
 
 @dataclass
 class Draft:
-    """An artifact being written: put files into `path` and facts into `facts`.
-
-    `known` has the sha256 of files that were hashed and flushed when they were written.
+    """An artifact being written: put files into `path` and facts into `facts`. `known` has the sha256 of files that
+    were hashed and flushed when they were written.
     """
 
     path: Path
@@ -92,10 +91,8 @@ def create_artifact(
     recipe_hash: str | None = None,
     overwrite: bool = False,
 ) -> Iterator[Draft]:
-    """Write an artifact that appears whole at `path` or not at all.
-
-    Raises WrongUse when something is already there (unless `overwrite`, and then only an artifact is
-    replaced) and Failed when the disk is full.
+    """Write an artifact that appears whole at `path` or not at all. Raises WrongUse when something is already there
+    (with `overwrite`: no artifact) and Failed when the disk is full.
     """
     path = Path(os.path.realpath(path))  # a link stays, what it names is written
     check_free(path, overwrite)
@@ -162,21 +159,20 @@ def check_free(path: Path | str, overwrite: bool | None = None) -> None:
 
 def version() -> str:
     """The installed version, or "0+source" when run from a checkout that was never installed."""
-    try:
-        return metadata.version("throughline")
-    except metadata.PackageNotFoundError:
-        return "0+source"
+    return installed("throughline") or "0+source"
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def programs(*packages: str) -> list[str]:
     """This program and the libraries that compute, each with its version: "torch 2.13.0"."""
-    found = [f"throughline {version()}"]
-    for package in packages:
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            found.append(package)
-    return found
+    libraries = [f"{package} {installed(package) or ''}".strip() for package in packages]
+    return [f"throughline {version()}", *libraries]
 
 
 def command_line() -> str:
@@ -275,25 +271,18 @@ def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:
     None: it is no longer there, was not hashed, or is beyond the first CHECK_BYTES of foreign inputs.
     """
     rows: list[tuple[int, Input, bool | None]] = []
-    left = CHECK_BYTES
-
-    def descend(manifest: Manifest, depth: int) -> None:
-        nonlocal left
-        for item in manifest.inputs:
-            here = Path(item.path)
-            same: bool | None = None
-            parent = None
-            if item.kind != "foreign" and is_artifact(here):
-                parent = read_manifest(here)
-                same = parent.hash == item.hash
-            elif item.hash and here.exists():
-                size = sum(file.stat().st_size for file in ([here] if here.is_file() else walk_files(here)))
-                if size <= left:
-                    left -= size
-                    same = input_record(here).hash == item.hash
-            rows.append((depth, item, same))
-            if parent is not None and same:
-                descend(parent, depth + 1)
-
-    descend(read_manifest(path), 1)
+    left, waiting = CHECK_BYTES, [(1, item) for item in reversed(read_manifest(path).inputs)]
+    while waiting:
+        depth, item = waiting.pop()
+        here, same = Path(item.path), None
+        if item.kind != "foreign" and is_artifact(here):
+            parent = read_manifest(here)
+            same = parent.hash == item.hash
+            waiting += [(depth + 1, each) for each in reversed(parent.inputs) if same]
+        elif item.hash and here.exists():
+            size = sum(file.stat().st_size for file in ([here] if here.is_file() else walk_files(here)))
+            if size <= left:
+                left -= size
+                same = input_record(here).hash == item.hash
+        rows.append((depth, item, same))
     return rows

@@ -1,5 +1,5 @@
-"""What runs a model, whatever library does it: the protocols that `inference` implements and `eval` and the
-server use.
+"""What runs a model, whatever library does it: the protocols that `inference` implements and `eval` and the server use,
+and log-probabilities from the logits that it gives.
 
 - Ids come from the host as numpy. `step` leaves its logits where they were computed, as a NumPy array on the CPU
   and a torch tensor on a GPU, so that sampling happens there and only chosen ids travel.
@@ -8,6 +8,7 @@ server use.
 Shapes: B rows, S tokens given, N positions asked for, V vocabulary, H width.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -23,9 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """How to run a model. "auto": the GPU when there is one, the dtype that the weights are stored in when
-    the device computes in it, and the runtime that the file belongs to.
-    """
+    """How to run a model. "auto": the GPU when there is one, the dtype of the stored weights when it computes in it."""
 
     device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
     dtype: str = "auto"  # "auto", "fp32", "fp16" or "bf16": of a torch model; other files have their own
@@ -127,7 +126,7 @@ class OneCall:
     """What an encoder inherits that takes one call after another."""
 
     lanes = 1
-    limits = Limits()
+    limits = ALL
 
     def lane(self) -> Any:
         """See `EncoderBackend.lane`."""
@@ -158,3 +157,32 @@ class EncoderBackend(Protocol):
         `want`: those alone need come from the device to the host; a backend that has no `cls_embedding` gives the
         hidden states for it.
         """
+
+
+def library(array: Array) -> Any:
+    """The module whose array this is, numpy or torch."""
+    return np if isinstance(array, np.ndarray) else sys.modules["torch"]
+
+
+def on_host(array: Array) -> np.ndarray:
+    """An array that was left on its device, here."""
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
+
+
+def log_sum(logits: Array) -> Array:
+    """The logarithm of the sum of exponentials over the last axis, which stays with length 1."""
+    xp = library(logits)
+    largest = xp.amax(logits, axis=-1, keepdims=True)
+    return largest + xp.log(xp.exp(logits - largest).sum(-1)[..., None])
+
+
+def log_softmax(logits: Array) -> Array:
+    """Log-probabilities over the last axis."""
+    return logits - log_sum(logits)
+
+
+def divergence(ours: Array, theirs: Array) -> Array:
+    """KL(ours || theirs) in nats of the distributions over the last axis, which goes."""
+    with np.errstate(invalid="ignore"):  # of logits that are not finite, whoever judges them sees a NaN
+        ours, theirs = log_softmax(ours), log_softmax(theirs)
+        return (library(ours).exp(ours) * (ours - theirs)).sum(-1)

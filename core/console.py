@@ -1,5 +1,4 @@
-"""Everything a person or a script reads goes through here: notes and progress to stderr, the result to
-stdout.
+"""Everything a person or a script reads goes through here: notes and progress to stderr, the result to stdout.
 
 On a terminal progress is a live bar; elsewhere it is a plain line every `PLAIN_EVERY_S` seconds with rate and
 time left. With `--json` stdout carries exactly one JSON object. No colour unless stderr is a terminal and

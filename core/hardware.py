@@ -24,8 +24,7 @@ import psutil
 
 from .errors import Refused
 
-# the first compute capability whose tensor cores take a dtype (NVIDIA CUDA programming guide, arithmetic
-# tables)
+# the first compute capability whose tensor cores take a dtype (CUDA programming guide, arithmetic tables)
 NEEDS_CAPABILITY = {"fp32": 0.0, "fp16": 7.0, "int8": 7.2, "bf16": 8.0, "tf32": 8.0, "fp8": 8.9}
 # instruction sets with which a CPU computes matrix products in a dtype without converting to fp32 first
 CPU_DTYPE_FLAGS = {

@@ -61,27 +61,10 @@ class Bar:
     random: float | None = None
     text: str = ""
 
-    @property
-    def shown(self) -> str:
-        """What stands beside the bar."""
-        return self.text or f"{100 * self.value:.1f}"
-
-    @property
-    def hint(self) -> str:
-        """What is said while the pointer rests on it."""
-        parts = [f"{self.name}: {self.text or f'{100 * self.value:.2f} %'}"]
-        if self.low is not None and self.high is not None:
-            parts.append(f"95 % interval {100 * self.low:.2f} to {100 * self.high:.2f}")
-        if self.random is not None:
-            parts.append(f"chance {100 * self.random:.1f}")
-        return ", ".join(parts)
-
 
 @dataclass(frozen=True)
 class Part:
-    """A section of a page; what is empty is left out. `header` () is a table of label and value, numbers as the console
-    writes them.
-    """
+    """A section of a page; what is empty is left out. Without a `header` it is a table of labels and values."""
 
     heading: str = ""
     note: str = ""
@@ -114,12 +97,10 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
     import jinja2
     from markupsafe import Markup
 
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _file("page.html")
-    )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     parts = [part for part in parts if part.filled]
     plots = any(part.shown for part in parts)
-    return template.render(
+    return environment.from_string(_file("page.html")).render(
         title=title,
         note=note,
         parts=parts,

@@ -46,9 +46,8 @@ Rule = Callable[[Any], Iterable[Problem]]
 def load_recipe(
     source: Path | str, model: type[Recipe], overrides: Sequence[str] = (), rules: Sequence[Rule] = ()
 ) -> Recipe:
-    """Read a recipe from a path, or a shipped one by name, apply `a.b=c` overrides and check everything.
-
-    Raises WrongUse listing every problem at once.
+    """Read a recipe from a path, or a shipped one by name, apply `a.b=c` overrides and check everything. Raises
+    WrongUse listing every problem at once.
     """
     path = find_recipe(source)
     text, tree = read_toml(path)

@@ -15,10 +15,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """Pairs (context ids, continuation ids) that are answered together, usually one context with its choices.
-
-    Pairs of one question may share work (a common prefix is computed once), so a question is the unit of a
-    batch and of a resumed evaluation.
+    """Pairs (context ids, continuation ids) that are answered together, usually one context with its choices: the unit
+    of a batch and of a resumed evaluation, in which a common prefix is computed once.
     """
 
     pairs: tuple[tuple[Ids, Ids], ...]
@@ -46,42 +44,30 @@ Scored = list[tuple[int, tuple[Score, ...]]]
 def check_question(
     question: Question, window: int, where: str = "", fields: Sequence[str] = (), mask: int | None = None
 ) -> None:
-    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut,
-    continuations never.
+    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never.
 
-    A context with a `mask` in it is not cut either, and has one mask for each token of its answer. `fields`
-    are the names of the continuations in the task, for the message.
+    A context with a `mask` in it is not cut either, and has one mask for each token of its answer. `fields`: names of
+    the continuations in the task.
     """
     for number, (context, continuation) in enumerate(question.pairs):
         name = fields[number] if fields else "a continuation"
-        if mask is not None and mask in context:
-            _check_cloze(context.count(mask), len(context), len(continuation), window, name, where)
-        if not continuation:
+        tokens, masks = len(continuation), 0 if mask is None else context.count(mask)
+        if masks and masks != tokens:
+            why = f"{masks} [MASK], and {name} has {tokens} tokens"
+            fix = "give contexts with one [MASK] for each token of the answer"
+            raise Failed("not a cloze question", where=where, why=why, fix=fix)
+        if masks and len(context) > window:
+            why = f"{len(context):,} tokens, the window has {window:,}"
+            fix = "shorten or remove the record, or leave it out with --overlong skip"
+            raise Failed("a cloze question is longer than the model's window", where=where, why=why, fix=fix)
+        if not tokens:
+            what, fix = f"nothing to score: {name} has no tokens", "mend the record"
             why = "the tokenizer makes no token of it, or merges it into the context"
-            raise Failed(
-                f"nothing to score: {name} has no tokens", where=where, why=why, fix="mend the record"
-            )
-        if len(continuation) > window:
-            raise Failed(
-                f"{name} is longer than the model's window",
-                where=where,
-                why=f"{len(continuation):,} tokens, the window has {window:,}",
-                fix="shorten or remove the record, leave it out with --overlong skip, "
-                "or evaluate a model with a longer window",
-            )
-
-
-def _check_cloze(masks: int, tokens: int, asked: int, window: int, name: str, where: str) -> None:
-    if masks != asked:
-        why, fix = (
-            f"{masks} [MASK], and {name} has {asked} tokens",
-            "give contexts with one [MASK] for each token of the answer",
-        )
-        raise Failed("not a cloze question", where=where, why=why, fix=fix)
-    if tokens > window:
-        why = f"{tokens:,} tokens, the window has {window:,}"
-        fix = "shorten or remove the record, or leave it out with --overlong skip"
-        raise Failed("a cloze question is longer than the model's window", where=where, why=why, fix=fix)
+            raise Failed(what, where=where, why=why, fix=fix)
+        if tokens > window:
+            why = f"{tokens:,} tokens, the window has {window:,}"
+            fix = "shorten or remove the record, leave it out with --overlong skip, or use a model with a longer window"
+            raise Failed(f"{name} is longer than the model's window", where=where, why=why, fix=fix)
 
 
 class Scorer(Protocol):

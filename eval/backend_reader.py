@@ -10,9 +10,18 @@ from typing import Any, cast
 import numpy as np
 
 from ..core.artifact import programs
-from ..core.backend import Cache, CausalBackend, EncoderBackend, Limits, Span, batches
+from ..core.backend import (
+    Cache,
+    CausalBackend,
+    EncoderBackend,
+    Limits,
+    Span,
+    batches,
+    library,
+    log_sum,
+    on_host,
+)
 from ..core.errors import Failed
-from ..core.logits import library, log_sum, on_host
 from ..core.scorer import Ids
 from ..inference.runtimes.sampling import GREEDY
 from ..inference.serving.generation import Job

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import ALL, CausalBackend, EncoderBackend, Limits, Span
+from ...core.backend import ALL, CausalBackend, EncoderBackend, Limits, Span, divergence, on_host
 from ...core.errors import Refused
-from ...core.logits import divergence, on_host
 from ..runtimes.backends import Loaded
 
 GREEDY_TOKENS = 128

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Span
+from ...core.backend import Span, log_softmax, on_host
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
-from ...core.logits import log_softmax, on_host
 from ..runtimes.backends import Loaded
 from .parity import PIECE_NUMBERS, Bounds, Tally
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Limits, Span
-from ...core.logits import library
+from ...core.backend import Limits, Span, library
 from ...models.config import GPTConfig
 from .sampler import beside, copy_of
 from .spans import in_pieces, rectangles, scatter_logits

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.logits import Array, library, log_sum
+from ...core.backend import Array, library, log_sum
 from .sampling import Sampling
 
 LEADING = 1024  # most probable tokens to look at first: top-k gains by it, top-p over wide nuclei does not

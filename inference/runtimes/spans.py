@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Span
-from ...core.logits import library
+from ...core.backend import Span, library
 from .sampler import copy_of
 
 FILLED = 0.8  # share of real tokens that several prompts in one call must have

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from ...core.backend import log_softmax
 from ...core.errors import WrongUse
-from ...core.logits import log_softmax
 from .api_types import (
     ClassifyBody,
     DetokenizeBody,

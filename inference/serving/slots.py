@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...core.backend import CausalBackend, Span
+from ...core.backend import CausalBackend, Span, library
 from ...core.errors import Failed
-from ...core.logits import library
 from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabilities
 from .generation import Guide, Job, Sequence, TextDelta, TextStream, Token
 

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import EncoderBackend, Limits
+from ...core.backend import EncoderBackend, Limits, log_softmax
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError, WrongUse
-from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.bench import call_of

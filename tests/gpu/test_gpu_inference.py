@@ -9,8 +9,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from throughline.core.backend import BackendOptions, Span
-from throughline.core.logits import on_host
+from throughline.core.backend import BackendOptions, Span, on_host
 from throughline.inference.runtimes.sampling import GREEDY, Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
 from throughline.inference.serving.generation import Job

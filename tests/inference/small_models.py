@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from throughline.core.artifact import Input
-from throughline.core.backend import BackendOptions, Span
-from throughline.core.logits import on_host
+from throughline.core.backend import BackendOptions, Span, on_host
 from throughline.inference.graphs.graph_options import PLAIN, GraphOptions
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph

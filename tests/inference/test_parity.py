@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from throughline.core.logits import divergence
+from throughline.core.backend import divergence
 from throughline.inference.graphs.parity import (
     BOUNDS,
     Tally,

@@ -5,8 +5,8 @@ neighbour.
 import numpy as np
 import pytest
 import torch
+from throughline.core.backend import log_softmax
 from throughline.core.errors import WrongUse
-from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.sampler import Chooser, choose, filtered, penalised, probabilities
 from throughline.inference.runtimes.sampling import GREEDY, Sampling
 

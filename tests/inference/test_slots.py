@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from small_models import opinionated_model, read
-from throughline.core.backend import ALL, BackendOptions, CausalBackend, Span
-from throughline.core.logits import log_softmax
+from throughline.core.backend import ALL, BackendOptions, CausalBackend, Span, log_softmax
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal

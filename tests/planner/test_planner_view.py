@@ -47,7 +47,7 @@ def test_plan_is_an_artifact_to_look_at(tmp_path: Path, model: str, chips: int) 
 
 def test_bars_are_as_long_as_their_share() -> None:
     bars = shares({"a": 2.0**30, "b": 3 * 2.0**30}, 4 * 2.0**30, 2**30, "GiB")
-    assert [(bar.name, bar.value, bar.shown) for bar in bars] == [("a", 0.25, "1 GiB"), ("b", 0.75, "3 GiB")]
+    assert [(bar.name, bar.value, bar.text) for bar in bars] == [("a", 0.25, "1 GiB"), ("b", 0.75, "3 GiB")]
 
 
 def test_the_band_is_about_the_days() -> None:
