@@ -307,7 +307,7 @@ DOUBTS: dict[str, tuple[Callable[[torch.device], str], str]] = {
     ),
     "answers of a GPT": (
         answers,
-        "generate and serve give wrong text: attention_cuda.attend_cache, or the graphs of runtimes/cuda_graphs.py",
+        "generate and serve give wrong text: attention_cuda.attend_cache, or the graphs of runtimes/packed.py",
     ),
     "NCCL": (
         nccl,

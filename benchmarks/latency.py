@@ -28,10 +28,9 @@ from common import Claim, claim, finish, paired, parser
 from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions
 from throughline.inference.exports.export import write_graph
-from throughline.inference.exports.gguf_writer import write_gguf
-from throughline.inference.graphs.calibration import calibrate
+from throughline.inference.exports.gguf_export import write_gguf
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.real_text import TextRows
+from throughline.inference.graphs.real_text import TextRows, calibrate
 from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.llama_backend import LlamaCausal, LlamaContext
 from throughline.inference.serving.generation import Job

@@ -21,15 +21,13 @@ from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import ThroughlineError
 from throughline.core.hardware import chips, machine
-from throughline.inference.exports.engine_report import engine_facts, kernels_of_log
 from throughline.inference.exports.export import write_graph
-from throughline.inference.exports.tensorrt_build import Profile, build_engine
+from throughline.inference.exports.export_engine import Profile, build_engine, engine_facts, kernels_of_log
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes.backends import run_graph, torch_backend
-from throughline.inference.runtimes.bench import measure
-from throughline.inference.runtimes.loaded import Loaded
-from throughline.inference.runtimes.roofline import floor_ms, reported
-from throughline.inference.runtimes.tensorrt_library import load_library
+from throughline.inference.runtimes.bench import floor_ms, measure, reported
+from throughline.inference.runtimes.source import Loaded
+from throughline.inference.runtimes.tensorrt_backend import load_library
 from throughline.models.config import preset
 from throughline.models.init import build
 

@@ -136,7 +136,7 @@ def command(
         where, fix = f"--device {device}", "--device cpu"
         raise WrongUse(f"--to {target} runs on the CPU", where=where, why=ON_CPU[target], fix=fix)
     if target == "calibration":
-        from ..inference.graphs.calibration import write_calibration
+        from ..inference.graphs.real_text import write_calibration
 
         if text is None:
             raise WrongUse("a calibration needs text", where="--text", fix="give a plain text file")
@@ -180,7 +180,9 @@ def command(
         from ..inference.exports.export_engine import export_engine
 
         options, library = GraphOptions(**given | {"variant": "tensorrt"}), target.replace("-", "_")
-        report = export_engine(path, out, library, options, judging, overwrite, capability, **engine)
+        report = export_engine(
+            path, out, library, options, judging, overwrite, capability=capability, **engine
+        )
     lines = [*_lines(report), f"written: {out}"]
     # another program's (optimum's graphs of a GPT too), and for a GPU that may not be here
     if target not in ("triton", "tensorrt-rtx") and not Path(out, "genai_config.json").exists():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from throughline.core.errors import Refused
-from throughline.inference.exports.gguf_writer import architecture_of
+from throughline.inference.exports.gguf_export import architecture_of
 from throughline.inference.graphs.onnx_blocks import refuse_unknown
 from throughline.models.config import ModelConfig, preset
 from throughline.models.families import families
@@ -90,7 +90,7 @@ run's own decision), or refused by its name: an unknown field may change the num
 2. Its row: a section of `models/families.toml`, `like` the nearest one.
 3. Its proof: a line of `DECODERS` or `ENCODERS` in `tests/models/test_models_transformers.py`. Until it is there, nothing says that the row is right.
 4. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until `WRITTEN`
-   in `inference/exports/gguf_writer.py` does; a row of `tests/layouts.toml` proves a layout.
+   in `inference/exports/gguf_export.py` does; a row of `tests/layouts.toml` proves a layout.
 """
 
 

@@ -109,7 +109,7 @@ def own_gpu(device: str, auto: bool = True) -> str:
     """
     if device == "auto" and not auto:
         return "cpu"
-    from ..inference.runtimes.devices import pick_device
+    from ..inference.runtimes.source import pick_device
 
     picked = pick_device(device)
     if picked == "cpu" or ":" in device:

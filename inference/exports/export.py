@@ -2,8 +2,7 @@
 
 Every target goes one way: `exporting` opens the model and the artifact, the target writes its files, `judge` compares
 them with the torch model, and what it says is parity.json. An artifact of kind `onnx` holds model.onnx (and
-model.onnx.data above 1.8 GB), model.json, tokenizer.json and parity.json: errors per output and per layer, what ONNX
-Runtime fused, what real text and a task say, and a latency table unless that was not wanted.
+model.onnx.data above 1.8 GB), model.json, tokenizer.json and parity.json.
 """
 
 import dataclasses
@@ -20,18 +19,27 @@ from ...core.backend import BackendOptions
 from ...core.errors import Refused, WrongUse
 from ...models.config import GPTConfig, family_of
 from ...models.sentence import MEAN, Sentence, read_sentence
-from ..graphs.calibration import calibrate, read_calibration
 from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
 from ..graphs.graph_probe import check_fusion, first_bad_node, probe
 from ..graphs.onnx_blocks import grouped
-from ..graphs.parity import BOUNDS, Bounds, Case, Score, compare, compare_scores, require
-from ..graphs.real_text import TextRows, compare_on_text, read_rows
-from ..graphs.reference import Adapted, OptimumCausal, at_asked_positions, reference_of
+from ..graphs.parity import (
+    BOUNDS,
+    Adapted,
+    Bounds,
+    Case,
+    OptimumCausal,
+    Score,
+    at_asked_positions,
+    compare,
+    compare_scores,
+    reference_of,
+    require,
+)
+from ..graphs.real_text import TextRows, calibrate, compare_on_text, read_calibration, read_rows
 from ..runtimes.backends import run_graph
 from ..runtimes.bench import latency_table
-from ..runtimes.devices import pick_device
-from ..runtimes.loaded import Loaded
-from ..runtimes.source import OpenedModel, open_model
+from ..runtimes.onnx_session import open_session
+from ..runtimes.source import Loaded, OpenedModel, open_model, pick_device
 
 Report = dict[str, Any]
 
@@ -183,8 +191,6 @@ def write_judged(export: Export, options: GraphOptions) -> int:
     export.draft.facts["pooling"] = options.pooling
     backend: Any
     if options.names == "optimum" and isinstance(config, GPTConfig):
-        from ..runtimes.onnx_session import open_session
-
         backend = OptimumCausal(open_session(graph, device=export.device), config)
     else:
         backend = on_our_terms(run_graph(graph, config, BackendOptions(export.device)), export, options)
@@ -254,7 +260,8 @@ def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOp
     with these inputs, learned positions included. A cache that one operator reads and writes is one buffer.
     """
     end = special.get("eos", 0)
-    layers = {"key": "%d.key", "value": "%d.value"}
+    pasts = {f"past_{kind}_names": f"past_key_values.%d.{kind}" for kind in ("key", "value")}
+    presents = {f"present_{kind}_names": f"present.%d.{kind}" for kind in ("key", "value")}
     decoder = {
         "filename": "model.onnx",
         "head_size": config.head_size,
@@ -263,10 +270,8 @@ def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOp
         "num_key_value_heads": config.key_value_heads,
         "num_hidden_layers": config.layers,
         "session_options": {"provider_options": [{"cuda": {}}] if options.variant == "cuda" else []},
-        "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
-        | {f"past_{name}_names": f"past_key_values.{rest}" for name, rest in layers.items()},
-        "outputs": {"logits": "logits"}
-        | {f"present_{name}_names": f"present.{rest}" for name, rest in layers.items()},
+        "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")} | pasts,
+        "outputs": {"logits": "logits"} | presents,
     }
     model = {
         "type": "llama",
@@ -318,8 +323,7 @@ def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
     tokenizer = Tokenizer.load(opened.tokenizer)
     if tokenizer.vocab_size > opened.model.config.vocab_size:
         why = f"{tokenizer.vocab_size} > {opened.model.config.vocab_size}"
-        fix = "use the tokenizer it was trained with"
-        what = "the tokenizer has more tokens than the model"
+        what, fix = "the tokenizer has more tokens than the model", "use the tokenizer it was trained with"
         raise WrongUse(what, where=opened.tokenizer, why=why, fix=fix)
     (target / "tokenizer.json").write_bytes(opened.tokenizer.read_bytes())
     write_beside(target, tokenizer, opened.tokenizer.parent, opened.model.config.sequence_length)

@@ -1,32 +1,85 @@
 """Engines as artifacts of kind `engine`: engine.plan, model.onnx's parity report, model.json, tokenizer.
 
-The graph is written, compared with torch on ONNX Runtime, then compiled; what the compiler made of it is read
-back and asserted. Facts: library and version, GPU, compute capability, driver, CUDA, profiles, precision.
+The graph is written, compared with torch on ONNX Runtime, then compiled by TensorRT (10.15 to 11) or TensorRT-RTX with
+a profile for each bucket; what the compiler made of it is read back and asserted.
+
+- Precision stands in the graph. TensorRT 11 has no precision flags any more; none is touched here.
+- TensorRT needs the GPU that the engine is for. TensorRT-RTX compiles for compute capability 7.5 to 12.0 on a
+  CPU alone, and is for consumer GPUs: whether a T4 runs its engines is not known. It cannot open an engine there, so
+  its verbose log is read; TensorRT's own engine inspector says it in JSON, whose fields differ by version.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...core.console import warn
-from ...core.errors import WrongUse
-from ...core.files import sha256_file
+from ...core.errors import Failed, Refused, WrongUse
+from ...core.files import sha256_file, write_atomic
 from ...core.hardware import machine
+from ...models.config import GPTConfig
 from ...models.transformer import TransformerConfig
 from ..graphs.graph_options import GraphOptions
 from ..graphs.parity import BOUNDS, sweep
 from ..runtimes.backends import on_engine
-from ..runtimes.loaded import Loaded
-from ..runtimes.tensorrt_backend import EngineSession
-from ..runtimes.tensorrt_library import gpu_facts, load_library
-from .engine_report import engine_facts, kernels_of_inspector, kernels_of_log
+from ..runtimes.source import Loaded
+from ..runtimes.tensorrt_backend import EngineSession, gpu_facts, load_library
 from .export import ALONE, Export, Judging, Report, exporting, judge, on_our_terms, write_judged
-from .tensorrt_build import RTX_CAPABILITIES, Profile, buckets, build_engine
 
 T4 = "7.5"
+RTX_CAPABILITIES = (T4, "8.0", "8.6", "8.9", "12.0")
 BATCHES, LENGTHS = (1, 8), (128, 512)
 HALF = GraphOptions("tensorrt", "fp16")
+NO_KERNELS = {"shape_call", "signal", "wait", "constant"}
+PRODUCTS = {"gemm", "runtime_fusion"}  # of weights; attention has its own kernel, called …_mha_…
+LINE = re.compile(
+    r"^Name: ([^,]*), LayerType: ([^,]*), Inputs: \[(.*?)\], (?:Constants|Outputs):.*Metadata: (.*)$"
+)
+TYPE = re.compile(r"Datatype: (\w+)")
+TYPES = {  # by the words for them, in layers and in names of tactics
+    "BFloat16": r"bf16|bfloat16",
+    "Half": r"half|fp16|float16|f16f16|h\d{3,}",
+    "Int8": r"int8|i8i8|imma",
+    "Float": r"float|fp32|f32f32|tf32",
+}
+BLOCK = re.compile(r"(?:blocks\.|hidden\.|present\.)(\d+)")  # in names of nodes, which compilers repeat
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The shapes that one optimisation profile of an engine serves; `best` is what it is tuned for."""
+
+    batch: tuple[int, int, int]  # least, best, most rows
+    tokens: tuple[int, int, int]  # of a call; a GPT decodes with (1, 1, 1)
+
+    def shapes(self, name: str, config: TransformerConfig) -> list[tuple[int, ...]]:
+        """Least, best and largest shape of the graph's input `name`."""
+        cache = (config.key_value_heads, config.sequence_length, config.head_size)
+        asked = (0, 1, 1 if isinstance(config, GPTConfig) and self.tokens[2] == 1 else self.tokens[2])
+        found: list[tuple[int, ...]] = []
+        for rows, tokens, most_asked in zip(self.batch, self.tokens, asked):
+            if name == "past_length":
+                found.append((rows,))
+            elif name == "logit_positions":
+                found.append((rows, most_asked))
+            else:
+                found.append((rows, *cache) if name.startswith("past.") else (rows, tokens))
+        return found
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: name, kind, types of its inputs, the first block whose nodes it computes (None: of none)."""
+
+    name: str
+    kind: str
+    types: tuple[str, ...]
+    block: int | None
 
 
 def export_engine(
@@ -36,19 +89,16 @@ def export_engine(
     options: GraphOptions = HALF,
     judging: Judging = ALONE,
     overwrite: bool = False,
-    capability: str = T4,
-    batches: Sequence[int] = BATCHES,
-    lengths: Sequence[int] = LENGTHS,
-    timing_cache: Path | None = None,
+    **plan: Any,
 ) -> Report:
     """Compile the model at `path`; returns the parity report with the compiler's facts under `engine`.
 
-    `library_name`: `tensorrt` (for the GPU of this machine) or `tensorrt_rtx` (for `capability`, on a CPU).
-    Raises what `export_onnx` raises, and Refused when attention is not fused or a product is not in the
-    precision of the graph; then nothing is left at `out`.
+    `library_name`: `tensorrt` (for the GPU of this machine) or `tensorrt_rtx` (for `capability`, on a CPU); `plan`:
+    what `compiled` takes besides. Raises what `export_onnx` raises, and Refused when attention is not fused or a
+    product is not in the precision of the graph; then nothing is left at `out`.
     """
     with exporting(path, out, "engine", judging, overwrite) as export:
-        engine, facts = compiled(export, library_name, options, capability, batches, lengths, timing_cache)
+        engine, facts = compiled(export, library_name, options, **plan)
         export.keep_sentence()
         (export.folder / "engine.plan").write_bytes(engine)
         for file in export.folder.glob("model.onnx*"):
@@ -107,6 +157,85 @@ def compiled(
     return engine, facts
 
 
+def buckets(config: TransformerConfig, batches: Sequence[int], lengths: Sequence[int]) -> list[Profile]:
+    """A profile for each batch and length bucket, and for a GPT one of decode steps for each batch."""
+    profiles = []
+    for batch, smaller in zip(batches, (0, *batches)):
+        if isinstance(config, GPTConfig):
+            profiles.append(Profile((smaller + 1, batch, batch), (1, 1, 1)))
+        for length, shorter in zip(lengths, (0, *lengths)):
+            profiles.append(Profile((smaller + 1, batch, batch), (shorter + 1, length, length)))
+    return profiles
+
+
+def build_engine(
+    library: Any,
+    graph: Path,
+    config: TransformerConfig,
+    profiles: Sequence[Profile],
+    capability: str | None = None,
+    timing_cache: Path | None = None,
+) -> tuple[bytes, list[str]]:
+    """Compile a graph; returns the engine and the messages of the build.
+
+    `capability` (TensorRT-RTX alone): the compute capability to compile for. `timing_cache` (TensorRT alone):
+    a file of kernel timings that is read if it exists and written. Raises WrongUse without a GPU where one is
+    needed, Failed with the library's last error when it cannot build.
+    """
+    logger = _logger(library)
+    try:
+        builder = library.Builder(logger)
+    except TypeError as error:  # "pybind11::init(): factory function returned nullptr"
+        fix = "build on the machine that has the GPU; --to tensorrt-rtx compiles without one"
+        raise WrongUse("TensorRT found no GPU", why=logger.error or str(error), fix=fix) from error
+    flag = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # 11 has no other kind
+    network = builder.create_network(0 if flag is None else 1 << int(flag))
+    parser = library.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(graph)):
+        problems = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+        raise Failed("the graph could not be read", where=graph, why=problems[:400] or logger.error)
+    settings = builder.create_builder_config()
+    settings.profiling_verbosity = library.ProfilingVerbosity.DETAILED
+    if capability is not None:
+        settings.num_compute_capabilities = 1
+        member = "SM" + capability.replace(".", "")
+        settings.set_compute_capability(getattr(library.ComputeCapability, member), 0)
+    for profile in profiles:
+        added = builder.create_optimization_profile()
+        for name in (network.get_input(i).name for i in range(network.num_inputs)):
+            added.set_shape(name, *profile.shapes(name, config))
+        if settings.add_optimization_profile(added) < 0:
+            raise Failed("the compiler refused a profile", where=str(profile), why=logger.error)
+    if timing_cache is not None:
+        known = timing_cache.read_bytes() if timing_cache.is_file() else b""
+        if not settings.set_timing_cache(settings.create_timing_cache(known), False):
+            warn(f"{timing_cache} is of another GPU or version and is written anew")
+            settings.set_timing_cache(settings.create_timing_cache(b""), False)
+    engine = builder.build_serialized_network(network, settings)
+    if engine is None:
+        raise Failed("the engine could not be built", where=graph, why=logger.error)
+    if timing_cache is not None and (timings := settings.get_timing_cache()) is not None:
+        write_atomic(timing_cache, bytes(timings.serialize()))
+    return bytes(engine), logger.messages
+
+
+def _logger(library: Any) -> Any:
+    """A logger that keeps every message."""
+
+    class Logger(library.ILogger):
+        def __init__(self) -> None:
+            library.ILogger.__init__(self)
+            self.messages: list[str] = []
+            self.error = ""  # the last one
+
+        def log(self, severity: Any, message: str) -> None:
+            self.messages.append(message)
+            if severity in (library.ILogger.Severity.ERROR, library.ILogger.Severity.INTERNAL_ERROR):
+                self.error = message
+
+    return Logger()
+
+
 def _judge_engine(export: Export, session: EngineSession, options: GraphOptions) -> None:
     """Compare the engine itself with torch, over what its profiles take; what was said of its graph stays beside it."""
     config, of_graph = export.opened.model.config, dict(export.report)
@@ -131,3 +260,76 @@ def _inspected(library: Any, engine: bytes, profile: Profile, config: Transforme
                 context.set_input_shape(name, profile.shapes(name, config)[1])
         inspector.execution_context = context
     return inspector.get_engine_information(library.LayerInformationFormat.JSON)
+
+
+def kernels_of_log(messages: Iterable[str]) -> list[Kernel]:
+    """From a verbose build log with detailed profiling."""
+    found = []
+    for message in messages:
+        for line in message.splitlines():
+            if (match := LINE.match(line)) and match[2] not in NO_KERNELS:
+                types = tuple(TYPE.findall(match[3]))
+                found.append(Kernel(match[1], match[2], types, _block(match[4])))
+    return found
+
+
+def kernels_of_inspector(text: str) -> list[Kernel]:
+    """From the JSON of an engine inspector, of which layers have details only where the build was asked for them."""
+    found = []
+    for layer in json.loads(text).get("Layers", []):
+        if not isinstance(layer, str) and layer.get("LayerType") not in NO_KERNELS:
+            types = (type_of_layer(layer),) if type_of_layer(layer) else ()
+            block = _block(layer.get("Metadata", "") or layer["Name"])
+            found.append(Kernel(layer["Name"], layer.get("LayerType", ""), types, block))
+    return found
+
+
+def type_of_layer(layer: dict[str, Any]) -> str:
+    """The type in which a layer computes, as the first of these says it: its inputs' Datatype, their
+    Format/Datatype ("N/A due to dynamic shapes" where a profile is a range), its weights' type, its tactic's name;
+    "" when none does.
+    """
+    given, weights = layer.get("Inputs") or [{}], layer.get("Weights")
+    said = [given[0].get("Datatype"), given[0].get("Format/Datatype")]
+    said += [weights.get("Type") if isinstance(weights, dict) else None, layer.get("TacticName")]
+    for text in map(str, said):
+        for name, words in TYPES.items():
+            if re.search(words, text, re.I):
+                return name
+    return ""
+
+
+def _block(text: str) -> int | None:
+    return min(map(int, BLOCK.findall(text)), default=None)
+
+
+def engine_facts(
+    kernels: list[Kernel], config: TransformerConfig, precision: str, profiles: int = 1, whole: bool = True
+) -> dict[str, Any]:
+    """Counts for a manifest, of one profile: kernels in all, of the largest inner block (the first and the last
+    share kernels with what stands around them), fused attention; and the types of the blocks' products.
+
+    Raises Refused when products of the blocks are in another precision than the graph was written in, and, where
+    the list is `whole` (an inspector may leave out anything), when it names no type or an attention block was
+    not fused. What is not known is said as such.
+    """
+    per_block = Counter(kernel.block for kernel in kernels if kernel.block is not None)
+    fused = sum("_mha" in kernel.name for kernel in kernels) // profiles
+    products = [kernel for kernel in kernels if kernel.kind in PRODUCTS and kernel.block is not None]
+    types = Counter(kernel.types[0] for kernel in products if kernel.types)
+    wanted = {"fp16": "Half", "int8": "Int8", "fp32": "Float"}[precision]
+    if set(types) != {wanted} and (whole or types):
+        why = f"products with inputs of type {dict(types)}, all should be {wanted}"
+        fix = "build with another version of TensorRT, or export with another --precision"
+        raise Refused("the engine does not multiply in the precision of the graph", why=why, fix=fix)
+    if fused < config.layers and whole:
+        why = f"{fused} fused attention kernels for {config.layers} layers"
+        fix = "build with the version of TensorRT that pyproject.toml names"
+        raise Refused("attention was not fused", why=why, fix=fix)
+    inner = range(1, config.layers - 1) if config.layers > 2 else range(config.layers)
+    return {
+        "kernels": len(kernels) // profiles,
+        "kernels_per_layer": max(per_block[layer] for layer in inner) / profiles,
+        "fused_attention": fused if fused >= config.layers else "not known",
+        "product_types": dict(types) or "not known",
+    }

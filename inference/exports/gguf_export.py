@@ -1,35 +1,79 @@
-"""Exports a model as an artifact of kind `gguf`: model.gguf, tokenizer.json and model.json, compared with the
-torch model through llama.cpp where llama-cpp-python is installed.
+"""Exports a model as an artifact of kind `gguf`: model.gguf, the format of llama.cpp and of the tools built on it (the
+families of `WRITTEN`, with tokenizer and metadata), tokenizer.json and model.json, compared with the torch model
+through llama.cpp where llama-cpp-python is installed.
+
+Layouts, as llama.cpp's loaders expect them:
+
+- matrices are (out, in); GPT-2's query, key and value are one matrix, one after another;
+- Llama's and SmolLM 3's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates
+  halves; in the other families it rotates halves too. Llama 3's scaled rope is a tensor of divisors;
+- norms that scale by 1 + weight are stored with the 1;
+- BERT's first row of token types is all that is ever used; of its heads the one that labels a text is stored;
+- vectors and positions are f32. Of the matrices in q4_0 the output is q8_0, as llama.cpp keeps it finer.
 """
 
-import dataclasses
 import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ...core.backend import BackendOptions
 from ...core.console import warn
-from ..graphs.parity import BOUNDS as BY_PRECISION
-from ..graphs.parity import Case
-from ..graphs.reference import Adapted, Outputs
+from ...core.errors import Refused, extra
+from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
+from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ...models.huggingface_config import family_of_shape
+from ...models.sentence import MEAN, Sentence
+from ..graphs import parity
 from ..runtimes.backends import classes_of, run_gguf
-from ..runtimes.loaded import Loaded
-from .export import ALONE, Judging, Report, copy_tokenizer, description, exporting, judge, write_json
-from .gguf_writer import GGUFPrecision, write_gguf
+from ..runtimes.llama_backend import EXTRA
+from ..runtimes.source import Loaded
+from .export import (
+    ALONE,
+    Judging,
+    Report,
+    copy_tokenizer,
+    description,
+    exporting,
+    huggingface_of,
+    judge,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from ...models.bert import BERT, BERTWithHead
+    from ...models.gpt import GPT
+
 
 # llama.cpp computes GELU from a table of f16 values, so f32 is no closer than f16; its blocks of 32 weights are those
 # of our int8 and int4, of random weights too: mean KL divergence in nats on random ids as well.
-BOUNDS = {
-    name: dataclasses.replace(BY_PRECISION[precision], sweep_kl=nats)
-    for name, precision, nats in (
-        ("f32", "fp16", 1e-3),
-        ("f16", "fp16", 1e-3),
-        ("q8_0", "int8", 1e-2),
-        ("q4_0", "int4", 0.3),
-    )
-}
+BOUNDS = dict.fromkeys(("f32", "f16"), replace(parity.BOUNDS["fp16"], sweep_kl=1e-3))
+BOUNDS |= {"q8_0": replace(parity.BOUNDS["int8"], sweep_kl=1e-2)}
+BOUNDS |= {"q4_0": replace(parity.BOUNDS["int4"], sweep_kl=0.3)}
 TEXTS, LENGTH = 4, 64
+GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
+HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
+LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model that labels texts
+# llama.cpp's name of a family
+WRITTEN = {
+    name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")
+}
+WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3"}
+# what its code takes for granted: of any family, and otherwise of some
+GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
+GRANTED |= dict.fromkeys(("query_scalar", "rope_local_theta", "rope_magnitude"), 0.0)
+GRANTED |= dict.fromkeys(("rope_width", "attention_window"), 0)
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu_tanh"},
+    "qwen2": {"linear_bias": "qkv"},
+    "smollm3": {"layer_pattern": "gggn"},
+    "gemma2": {"activation": "gelu_tanh", "layer_pattern": "lg"},
+    "gemma3": {"activation": "gelu_tanh", "layer_pattern": "lllllg", "rope_local_theta": 10000.0}
+    | {"logit_softcap": 0.0},
+}
 
 
 def export_gguf(
@@ -58,20 +102,247 @@ def export_gguf(
             return export.report
         reference = export.reference()
         if reference.encoder is not None:
-            reference = dataclasses.replace(
-                reference, backend=Adapted(reference.encoder, _headless, one_type=True)
-            )
-        labels = classes_of(described)
-        backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(labels))
+            headless = parity.Adapted(reference.encoder, _headless, one_type=True)
+            reference = replace(reference, backend=headless)
+        backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(classes_of(described)))
         candidate = Loaded(config, export.tokenizer, opened.input, backend)
         length = min(LENGTH, config.sequence_length)
         ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
-        cases = [Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
+        cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
         judge(export, reference, candidate, BOUNDS[precision], "llama.cpp", cases)
     return export.report
 
 
-def _headless(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
+def _headless(outputs: parity.Outputs, ask_BN: np.ndarray) -> parity.Outputs:
     """What a GGUF file has of a BERT."""
     kept = ("last_hidden_state", "sentence_embedding", "logits")
     return {name: outputs[name] for name in kept if name in outputs}
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The name that llama.cpp has for this shape. Raises Refused for one that it computes differently."""
+    kind = family_of_shape(config)
+    if kind not in WRITTEN:
+        why, fix = f"this one is {kind}", "docs/models.md has the table of what each family can do"
+        raise Refused(f"GGUF is written of {', '.join(WRITTEN)}", where="model", why=why, fix=fix)
+    name = WRITTEN[kind]
+    if isinstance(config, BERTConfig):
+        return name
+    granted = GRANTED | OTHERWISE.get(name, {})
+    if name.startswith("gemma"):
+        del granted["attention_window"]
+    differing = [field for field, value in granted.items() if getattr(config, field) != value]
+    differing += ["rope_scaling"] if config.rope_scaling == "dynamic" else []
+    if differing:
+        why = ", ".join(f"{field} is {getattr(config, field)!r}" for field in differing)
+        fix = "export to ONNX or Hugging Face"
+        raise Refused(f"llama.cpp computes {name} otherwise", where=f"model.{differing[0]}", why=why, fix=fix)
+    return name
+
+
+def write_gguf(
+    model: "GPT | BERT | BERTWithHead",
+    tokenizer: Path | None,
+    path: Path,
+    precision: GGUFPrecision = "f16",
+    sentence: Sentence = MEAN,
+) -> None:
+    """Write the model to `path`; `sentence` says how a BERT embeds. Raises WrongUse without the gguf library, Refused
+    for a model that llama.cpp does not compute.
+    """
+    gguf = extra("gguf", "writing a GGUF file", EXTRA)
+    config = model.config
+    architecture = architecture_of(config)
+    head: Any = getattr(model, "head", None) if isinstance(config, BERTConfig) else None
+    kind = head.kind if head is not None else "embedding"
+    if kind not in ("embedding", "sequence-classification"):
+        fix = "export to ONNX or Hugging Face; the model that was fine-tuned can be a GGUF file"
+        raise Refused(f"a head for {kind} has no place in a GGUF file", where="--to gguf", fix=fix)
+    _, state = huggingface_of(model)
+    writer = gguf.GGUFWriter(path, architecture)
+    _describe(writer, config, precision)
+    if isinstance(config, BERTConfig):
+        labelled = kind == "sequence-classification"
+        writer.add_pooling_type(gguf.PoolingType["RANK" if labelled else sentence.pooling.upper()])
+        if labelled:
+            writer.add_classifier_output_labels(list(head.labels))
+    _write_tokenizer(writer, tokenizer, config)
+    for name, values in _tensors(architecture, config, state):
+        stored = _kind(name, values, precision)
+        raw = gguf.quants.quantize(values, stored)
+        writer.add_tensor(name, raw, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> None:
+    import gguf
+
+    kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
+    writer.add_name(f"{config.layers} layers of {config.width}")
+    writer.add_file_type(gguf.LlamaFileType[kind])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.sequence_length)
+    writer.add_embedding_length(config.width)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.feed_forward_size)
+    writer.add_head_count(config.heads)
+    if isinstance(config, GPTConfig):
+        writer.add_head_count_kv(config.key_value_heads)
+    if isinstance(config, GPTConfig) and config.positions == "rotary":
+        writer.add_layer_norm_rms_eps(config.norm_epsilon)
+        writer.add_rope_dimension_count(config.head_size)
+        writer.add_key_length(config.head_size)
+        writer.add_value_length(config.head_size)
+        writer.add_rope_freq_base(config.rope_theta)
+        _describe_scaling(writer, config)
+        if config.attention_pattern is not None:
+            writer.add_sliding_window(config.attention_window)
+        if config.attention_softcap:
+            writer.add_attn_logit_softcapping(config.attention_softcap)
+        if config.logit_softcap:
+            writer.add_final_logit_softcapping(config.logit_softcap)
+    else:
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    if isinstance(config, BERTConfig):
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(config.token_types)
+
+
+def _describe_scaling(writer: Any, config: GPTConfig) -> None:
+    """How rope is scaled; Llama 3's way is a tensor of what each frequency is divided by."""
+    import gguf
+
+    if config.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
+        writer.add_rope_scaling_factor(config.rope_factor)
+    if config.rope_scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(config.rope_original_length or config.sequence_length)
+    if config.rope_scaling == "llama3":
+        import torch
+
+        from ...models.rotary import frequencies
+
+        none = torch.zeros(1)
+        plain = frequencies(replace(config, rope_scaling="none", rope_factor=1.0), none)
+        writer.add_tensor("rope_freqs.weight", (plain / frequencies(config, none)).numpy())
+
+
+def _tensors(
+    architecture: str, config: ModelConfig, state: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under its GGUF name, float32 and contiguous, in the layout of llama.cpp."""
+    import gguf
+
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.layers)
+    for name, tensor in state.items():
+        stem, _, part = name.rpartition(".")
+        labelling = LABELS.get(stem) if "classifier.weight" in state else None
+        if name.startswith(HEADS) and not labelling:
+            continue
+        values = tensor.detach().float().cpu().numpy()
+        mine = names.get_name(name.removeprefix("bert."), (".weight", ".bias"))
+        mine = f"{labelling}.{part}" if labelling else mine
+        assert mine is not None, name
+        if architecture == "gpt2" and ".h." in name and values.ndim == 2:
+            values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
+        for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):
+            if architecture in ("llama", "smollm3") and part in mine:
+                values = _neighbours(values, heads)
+        if isinstance(config, GPTConfig) and config.norm_from_one and mine.endswith("norm.weight"):
+            values = values + 1
+        yield mine, np.ascontiguousarray(values, np.float32)
+
+
+def _neighbours(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (first half, second half) to pairs of neighbours."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def _kind(name: str, values: np.ndarray, precision: GGUFPrecision) -> Any:
+    """How a tensor is stored: blocks of 32 along a row, or f16 where rows are no multiple of 32."""
+    from gguf import GGMLQuantizationType as Kind
+
+    if precision == "f32" or values.ndim == 1 or name.startswith(("position_embd", "token_types", "cls.")):
+        return Kind.F32
+    if precision == "f16" or values.shape[1] % 32:
+        return Kind.F16
+    if precision == "q8_0" or name.startswith(("token_embd", "output.")):
+        return Kind.Q8_0
+    return Kind.Q4_0
+
+
+def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> None:
+    """The vocabulary as llama.cpp reads it. Without a tokenizer that it knows the model takes ids alone."""
+    from gguf import TokenType
+
+    if file is None:
+        writer.add_tokenizer_model("none")
+        return
+    tokenizer = Tokenizer.load(file)
+    model, pre, texts, merges = _vocabulary(tokenizer, file)
+    kinds = [TokenType.NORMAL] * len(texts)
+    for token in tokenizer.config.get("added_tokens") or []:
+        kinds[token["id"]] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+    for i in tokenizer.special.values():
+        kinds[i] = TokenType.CONTROL
+    padding = config.vocab_size - len(texts)
+    texts += [f"[PAD{number}]" for number in range(padding)]
+    kinds += [TokenType.UNUSED] * padding
+    writer.add_tokenizer_model(model)
+    if pre:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    if merges:
+        writer.add_token_merges(merges)
+    for role, i in tokenizer.special.items():
+        if role != "bos" or "cls" not in tokenizer.special:  # [CLS] is what begins a text there
+            getattr(writer, f"add_{role.replace('cls', 'bos')}_token_id")(i)
+    if model == "gpt2":
+        writer.add_add_bos_token(tokenizer.puts_bos)
+    if (template := chat_template(file.parent)) is not None:
+        writer.add_chat_template(template)
+        ends = [name for name in TURN_ENDS if name in tokenizer.vocab and name in template]
+        for name in ends[:1]:
+            writer.add_eot_token_id(tokenizer.vocab[name])
+
+
+def _vocabulary(tokenizer: Tokenizer, file: Path) -> tuple[str, str, list[str], list[str]]:
+    """llama.cpp's names of the tokenizer's kind and of its pre-tokenizer, the tokens by id, and the merges. Raises
+    Refused for one that it would read otherwise, or not at all.
+    """
+    config = tokenizer.config
+    texts = [f"[UNUSED{i}]" for i in range(tokenizer.vocab_size)]
+    for text, i in tokenizer.vocab.items():
+        texts[i] = text
+    kind = config["model"]["type"]
+    if kind == "BPE" and (pre := _pre_tokenizer(config)):
+        merges = config["model"]["merges"]
+        pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+        return "gpt2", pre, texts, pairs
+    if kind == "WordPiece" and (config.get("normalizer") or {}).get("lowercase") is not False:
+        special = set(tokenizer.special.values())
+        phantom = [
+            text if i in special else text[2:] if text.startswith("##") else "\u2581" + text
+            for i, text in enumerate(texts)
+        ]
+        return "bert", "", phantom, []
+    what = "a WordPiece with upper case" if kind == "WordPiece" else f"this {kind} tokenizer"
+    why = "of BPE it knows GPT-2's pattern here, and what it reads by WordPiece it puts in lower case: ids would differ"
+    fix = "export to ONNX or Hugging Face, or move tokenizer.json away for a file that takes ids alone"
+    raise Refused(f"llama.cpp does not read {what}", where=file, why=why, fix=fix)
+
+
+def _pre_tokenizer(config: dict[str, Any]) -> str | None:
+    """llama.cpp's name of a byte-level pre-tokenizer: GPT-2's own pattern, or none that it knows."""
+    found = config.get("pre_tokenizer") or {}
+    steps = found.get("pretokenizers", [found])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    alone = len(steps) == 1 and bool(byte_level)
+    return "gpt-2" if alone and byte_level[0].get("use_regex", True) else None

@@ -1,8 +1,5 @@
-"""Hugging Face directories, as transformers, vLLM and Text Embeddings Inference (TEI) read them.
-
-A directory (kind `model`) holds config.json, model.safetensors, tokenizer.json, their small companions and
-parity.json. It is read back by our own importer and compared with the torch model. The file conditions of vLLM
-and TEI are written in `conditions`, and tests assert them; neither server was run.
+"""Directories (kind `model`) as transformers, vLLM and Text Embeddings Inference (TEI) read them; read back
+by our own importer and compared with the torch model. What vLLM and TEI need is in `conditions`; neither was run.
 """
 
 from pathlib import Path
@@ -11,8 +8,7 @@ from typing import Any
 from ...core.files import read_json
 from ...models.config import GPTConfig
 from ..graphs.graph_options import Pooling
-from ..graphs.parity import BOUNDS
-from ..graphs.reference import reference_of
+from ..graphs.parity import BOUNDS, reference_of
 from ..runtimes.source import find_model
 from ..runtimes.torch_backend import DTYPE_NAMES
 from .export import ALONE, Judging, Report, copy_tokenizer, exporting, huggingface_of, judge, write_json
@@ -47,9 +43,7 @@ def export_huggingface(
         dtype = dtype or find_model(path).stored_dtype("cuda") or torch.float32
         state = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in state.items()}
         save_torch_state_dict(state, folder, metadata={"format": "pt"})  # in files of at most 5 GB
-        fields |= dict.fromkeys(
-            ("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")
-        )  # new name and old
+        fields["dtype"] = fields["torch_dtype"] = str(dtype).removeprefix("torch.")  # new name and old
         special = copy_tokenizer(export.opened, folder)
         ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}
         if isinstance(config, GPTConfig):

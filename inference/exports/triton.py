@@ -1,9 +1,5 @@
-"""A Triton model repository: a BERT's graph or plan, its tokenizer as a step before it, and the two as one model.
-
-    <out>/bert/config.pbtxt          inputs, outputs, dynamic batching with a bounded queue, a warm-up
-    <out>/bert/1/model.onnx          the folder model.onnx/ when the weights are external; model.plan for TensorRT
-    <out>/tokenizer/1/               model.py of the Python back end, tokenizer.json, settings.json
-    <out>/text/config.pbtxt          the ensemble: text -> ids -> outputs
+"""A Triton model repository: a BERT's graph or plan (`bert`), its tokenizer as a step before it (`tokenizer`), and the
+two as one model (`text`: an ensemble).
 
 Only a BERT is handed over: Triton batches requests that have no state, and the cache of a GPT is state; a GPT
 goes to vLLM as a Hugging Face directory. The server was not run: tests read the configurations by Triton's own schema
@@ -29,17 +25,17 @@ TYPES = {1: "TYPE_FP32", 7: "TYPE_INT64", 10: "TYPE_FP16"}  # by ONNX's numbers
 TEXT = [{"name": "TEXT", "data_type": "TYPE_STRING", "dims": [1]}]
 MAX_BATCH, QUEUE, DELAY_US = 32, 256, 2000
 STEP = 16  # the tokenizer fills its rows up to a multiple, so that requests of like length make one batch
-README = """# Triton model repository
+README = f"""# Triton model repository
 
     tritonserver --model-repository .
 
-`{text}` takes texts (`TEXT`, of one string each) and gives every output of `{name}`, which takes int64 ids. Between
-them `{tokenizer}` makes the ids; its back end is Python and needs the `tokenizers` library in the container:
+`{ENSEMBLE}` takes texts (`TEXT`, of one string each) and gives every output of `{MODEL}`, which takes int64 ids.
+Between them `{TOKENIZER}` makes the ids; its back end is Python and needs the `tokenizers` library in the container:
 
-    pip install tokenizers=={library}
+    pip install tokenizers=={{library}}
 
-A text that is empty or longer than the model's context is an error of its request. Requests that wait beyond {queue}
-are refused; a batch waits at most {delay} us to fill. {made}
+A text that is empty or longer than the model's context is an error of its request. Requests that wait beyond {QUEUE}
+are refused; a batch waits at most {DELAY_US} us to fill. {{made}}
 """
 
 
@@ -92,14 +88,7 @@ def export_triton(
         inputs, outputs = _tensors(written.input), _tensors(written.output)
         _write_tokenizer(export, [one["name"] for one in inputs])
         _write_configs(export.folder, inputs, outputs, sizes, profiles)
-        notes: dict[str, Any] = {
-            "name": MODEL,
-            "text": ENSEMBLE,
-            "tokenizer": TOKENIZER,
-            "library": tokenizers.__version__,
-        }
-        notes |= {"queue": QUEUE, "delay": DELAY_US, "made": made}
-        (export.folder / "README.md").write_text(README.format(**notes))
+        (export.folder / "README.md").write_text(README.format(library=tokenizers.__version__, made=made))
         export.draft.facts |= {"precision": options.precision, "layout": "triton"}
     return export.report
 

@@ -29,9 +29,8 @@ class TritonPythonModel:
             try:
                 answers.append(triton.InferenceResponse(output_tensors=self._tensors(request)))
             except ValueError as error:  # what `_ids` refuses, and text that is not UTF-8
-                answers.append(
-                    triton.InferenceResponse(output_tensors=[], error=triton.TritonError(str(error)))
-                )
+                refused = triton.TritonError(str(error))
+                answers.append(triton.InferenceResponse(output_tensors=[], error=refused))
         return answers
 
     def _tensors(self, request: Any) -> list[Any]:

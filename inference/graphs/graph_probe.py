@@ -65,14 +65,11 @@ def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np
         "past_length": np.zeros(ROWS, np.int64),
         "position_ids": places,
     }
-    feeds = {}
     for given in session.get_inputs():
-        if given.name in values:
-            feeds[given.name] = values[given.name]
-            continue
         capacity = 0 if given.name.startswith("past_key") else config.sequence_length
         shape = (ROWS, config.key_value_heads, capacity, config.head_size)
-        feeds[given.name] = np.zeros(shape, TYPES[given.type])
+        values.setdefault(given.name, np.zeros(shape, TYPES[given.type]))
+    feeds = {given.name: values[given.name] for given in session.get_inputs()}
     return feeds, np.ones_like(real) if isinstance(config, GPTConfig) else real
 
 
@@ -86,12 +83,13 @@ def probe(model: "nn.Module", graph: Path, config: ModelConfig) -> tuple[list[di
         theirs = session.run(names, feeds)
     found: list[np.ndarray] = []
     body: Any = getattr(model, "encoder", model)
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        found.append(output.float().cpu().numpy())
+
     with ExitStack() as hooks, torch.inference_mode():
         for block in body.blocks.values():
-            keep = block.register_forward_hook(
-                lambda _m, _i, output: found.append(output.float().cpu().numpy())
-            )
-            hooks.enter_context(keep)
+            hooks.enter_context(block.register_forward_hook(keep))
         ids = torch.from_numpy(feeds["input_ids"])
         if isinstance(config, GPTConfig):
             body.hidden(ids)

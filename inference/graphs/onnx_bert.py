@@ -17,6 +17,8 @@ The mask is expanded to (batch, 1, sequence, sequence): ONNX Runtime's Attention
 query. For ONNX Runtime the blocks are its fused Attention, SkipLayerNormalization and Gelu, written as such.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +26,7 @@ import numpy as np
 from ...models.config import BERTConfig
 from .graph_options import PLAIN, GraphOptions, Pooling
 from .onnx_blocks import HIDDEN_BY_MASK, Blocks
-from .onnx_products import int8_by_output
-from .onnx_writer import BOOL, CONTRIB, FLOAT, INT32, INT64, Graph
+from .onnx_writer import BOOL, CONTRIB, FLOAT, INT32, INT64, Graph, int8_by_output
 
 if TYPE_CHECKING:
     from ...models.bert import BERT, BERTWithHead
@@ -52,10 +53,9 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
         x = parts.norm(x, "norm")
     if config.embedding_width:
         x = parts.linear(x, "projection")
-    fusable = _fusable(parts)
-    write_block = _fused_block(parts, mask) if fusable else _block(parts, encoder, mask, length, steps)
+    attention = _fused(parts, mask) if _fusable(parts) else _plain(parts, encoder, mask, length, steps)
     for layer in range(config.layers):
-        x = write_block(x, layer)
+        x = parts.block(x, layer, config.norm_first, attention)
     if config.norm_first:
         x = parts.norm(x, "norm")
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
@@ -72,8 +72,8 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     return graph
 
 
-def _block(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> Any:
-    """The blocks in standard operators."""
+def _plain(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> Callable[[str, str], str]:
+    """Attention in standard operators."""
     graph, config = parts.graph, parts.config
     assert isinstance(config, BERTConfig)
     keys = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
@@ -94,7 +94,7 @@ def _block(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> 
             return parts.explicit_attention(query, key, value, hidden)
         return graph.node("Attention", query, key, value, hidden, **softmax)
 
-    return lambda x, layer: parts.block(x, layer, config.norm_first, core)
+    return partial(parts.attention, core=core)
 
 
 def _fusable(parts: Blocks) -> bool:
@@ -102,18 +102,14 @@ def _fusable(parts: Blocks) -> bool:
     config = parts.config
     assert isinstance(config, BERTConfig)
     plain = config.bias and not config.gated and config.key_value_heads == config.heads
+    plain = plain and not config.norm_first and not config.relative_buckets
     return (
-        parts.fused
-        and not parts.options.blocks
-        and plain
-        and not config.norm_first
-        and not config.relative_buckets
-        and config.heads * config.head_size == config.width
+        parts.fused and not parts.options.blocks and plain and config.heads * config.head_size == config.width
     )
 
 
-def _fused_block(parts: Blocks, mask: str) -> Any:
-    """The blocks in ONNX Runtime's fused operators; with int8, QAttention on an input rounded when it runs."""
+def _fused(parts: Blocks, mask: str) -> Callable[[str, str], str]:
+    """Attention by ONNX Runtime's fused operator; with int8, QAttention on an input rounded when it runs."""
     graph, heads = parts.graph, parts.config.heads
     mask = graph.node("Cast", mask, to=INT32)
 
@@ -123,25 +119,17 @@ def _fused_block(parts: Blocks, mask: str) -> Any:
         if parts.options.precision != "int8":
             inputs = [x, parts.products.constant(f"{name}.qkv.weight.T", weight.T)]
             inputs += [parts.products.constant(f"{name}.qkv.bias", bias), mask]
-            return graph.node("Attention", *inputs, domain=CONTRIB, num_heads=heads)
+            attended = graph.node("Attention", *inputs, domain=CONTRIB, num_heads=heads)
+            return parts.linear(attended, f"{name}.out")
         small, scale = int8_by_output(weight)
         rounded = graph.node("DynamicQuantizeLinear", x, outputs=3)
         inputs = [rounded, graph.weight(f"{name}.qkv.int8.T", small), graph.weight(f"{name}.qkv.bias", bias)]
         inputs += [f"{rounded}:1", graph.weight(f"{name}.qkv.scale", scale), mask, f"{rounded}:2"]
         inputs += [graph.weight(f"{name}.qkv.zero", np.zeros(len(scale), np.int8))]
-        return graph.node("QAttention", *inputs, domain=CONTRIB, num_heads=heads)
+        attended = graph.node("QAttention", *inputs, domain=CONTRIB, num_heads=heads)
+        return parts.linear(attended, f"{name}.out")
 
-    def block(x: str, layer: int) -> str:
-        name = f"blocks.{layer}"
-        graph.scope = f"{name}/"
-        attended = parts.linear(attention(x, f"{name}.attention"), f"{name}.attention.out")
-        x = parts.sum_norm(x, attended, f"{name}.attention_norm")
-        branch = parts.feed_forward(x, f"{name}.mlp")
-        x = parts.sum_norm(x, branch, f"{name}.mlp_norm", out=f"hidden.{layer}")
-        graph.scope = ""
-        return x
-
-    return block
+    return attention
 
 
 def _relative_bias(parts: Blocks, model: "BERT", steps: str) -> str:
@@ -199,9 +187,7 @@ def _pooled(parts: Blocks, hidden: str) -> str:
     first = parts.graph.node("Gather", hidden, parts.graph.scalar(0), axis=1)
     assert isinstance(parts.config, BERTConfig)
     x, bent = parts.linear(first, "pooler"), parts.config.pooler
-    return (
-        parts.activation(x) if bent == "gelu" else parts.graph.node({"tanh": "Tanh", "relu": "Relu"}[bent], x)
-    )
+    return parts.activation(x) if bent == "gelu" else parts.graph.node(bent.capitalize(), x)  # Tanh, Relu
 
 
 def _fine_tuned_head(parts: Blocks, kind: str, labels: int, hidden: str) -> None:

@@ -1,5 +1,4 @@
-"""The transformer parts that the GPT and the BERT graph share: norms, projections, feed-forward; weights by
-our names.
+"""The transformer parts that the GPT and the BERT graph share, with weights by our names.
 
 Shape letters as in models/layers.py: A heads, G key-value heads, D head width, W width.
 """
@@ -15,8 +14,7 @@ from ...models.config import GPTConfig
 from ...models.families import refuse_beyond
 from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
-from .onnx_products import Products, int8_by_output
-from .onnx_writer import CONTRIB, Graph
+from .onnx_writer import CONTRIB, Graph, Products, int8_by_output
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,27 +26,9 @@ HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min
 
 
 # Fields beyond a Llama's that a graph has: rope is a table, whatever scaled it; biases are where there are weights.
-KNOWN = (
-    *(
-        "rope_scaling",
-        "rope_factor",
-        "rope_original_length",
-        "rope_low",
-        "rope_high",
-        "rope_magnitude",
-        "rope_width",
-    ),
-    *(
-        "layer_pattern",
-        "linear_bias",
-        "output_bias",
-        "qk_norm",
-        "norm_from_one",
-        "residual",
-        "position_offset",
-    ),
-    *("norm_place", "activation", "pooler", "embedding_width"),
-)
+KNOWN = ["rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude"]
+KNOWN += ["rope_width", "layer_pattern", "linear_bias", "output_bias", "qk_norm", "norm_from_one", "residual"]
+KNOWN += ["position_offset", "norm_place", "activation", "pooler", "embedding_width"]
 
 
 def refuse_unknown(config: TransformerConfig) -> None:
@@ -64,10 +44,12 @@ def refuse_unknown(config: TransformerConfig) -> None:
 
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
     """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
-    fits = options.variant == "onnxruntime" or (
-        options.variant == "cuda" and options.half
-    )  # CUDA's is of float16
-    return fits and isinstance(config, GPTConfig) and config.head_size % 8 == 0
+    on_cuda = options.variant == "cuda" and options.half  # CUDA's is of float16
+    return (
+        (options.variant == "onnxruntime" or on_cuda)
+        and isinstance(config, GPTConfig)
+        and config.head_size % 8 == 0
+    )
 
 
 class Blocks:
@@ -78,10 +60,15 @@ class Blocks:
         self.config, self.options = config, options
         self.graph = Graph(options.opset, options.half)
         self.products = Products(self.graph, options)
-        self.state = {
-            name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
-        }
-        _fold(self.state, config)
+        self.state = {name: x.detach().float().cpu().numpy() for name, x in model.state_dict().items()}
+        # what a graph need not compute: the 1 of norms that have one, the rows of positions before position 0
+        for name in self.state if getattr(config, "norm_from_one", False) else ():
+            if name.endswith("norm.weight"):
+                self.state[name] = self.state[name] + 1
+        if config.position_offset:
+            self.state["position_table.weight"] = self.state["position_table.weight"][
+                config.position_offset :
+            ]
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
 
@@ -243,7 +230,7 @@ class Blocks:
             up = self.activation(up)
         return self.linear(up, f"{name}.down")
 
-    def block(self, x: str, layer: int, norm_first: bool, core: AttentionCore) -> str:
+    def block(self, x: str, layer: int, norm_first: bool, attention: Callable[[str, str], str]) -> str:
         """One block with its residual branches, the norm before each branch or after each sum.
 
         Its output is called `hidden.<layer>`, by which the parity report finds it.
@@ -255,21 +242,20 @@ class Blocks:
             read = also = self.norm(x, f"{name}.attention_norm")
             if gpt.residual == "parallel":
                 also = self.norm(x, f"{name}.mlp_norm")
-            x = graph.node("Add", x, self.attention(read, f"{name}.attention", core))
+            x = graph.node("Add", x, attention(read, f"{name}.attention"))
             x = graph.node("Add", x, self.feed_forward(also, f"{name}.mlp"), out=out)
         elif gpt and gpt.norm_place == "after":
-            attended = self.attention(x, f"{name}.attention", core)
+            attended = attention(x, f"{name}.attention")
             x = graph.node("Add", x, self.norm(attended, f"{name}.attention_norm"))
-            x = graph.node(
-                "Add", x, self.norm(self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm"), out=out
-            )
+            branch = self.norm(self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm")
+            x = graph.node("Add", x, branch, out=out)
         elif norm_first:
-            attended = self.attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention", core)
+            attended = attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention")
             x = graph.node("Add", x, attended)
             branch = self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
             x = graph.node("Add", x, branch, out=out)
         else:
-            x = self.sum_norm(x, self.attention(x, f"{name}.attention", core), f"{name}.attention_norm")
+            x = self.sum_norm(x, attention(x, f"{name}.attention"), f"{name}.attention_norm")
             x = self.sum_norm(x, self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm", out=out)
         graph.scope = ""
         return x
@@ -292,14 +278,3 @@ class Blocks:
         shape = graph.node("Concat", graph.node("Shape", at), graph.ints(config.vocab_size), axis=0)
         logits = graph.node("Reshape", logits, shape, allowzero=1)  # nothing asked gives (batch, 0, V)
         graph.result(logits, out, ["batch", "asked", config.vocab_size])
-
-
-def _fold(state: dict[str, np.ndarray], config: TransformerConfig) -> None:
-    """Put into the weights what a graph need not compute: the 1 of norms that have one, the rows of positions that are
-    before position 0.
-    """
-    for name in state if getattr(config, "norm_from_one", False) else ():
-        if name.endswith("norm.weight"):
-            state[name] = state[name] + 1
-    if config.position_offset:
-        state["position_table.weight"] = state["position_table.weight"][config.position_offset :]

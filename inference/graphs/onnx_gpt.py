@@ -3,21 +3,20 @@
 Inputs: `input_ids` (batch, sequence), `past_length` (batch), `logit_positions` (batch, asked), and per layer
 i `past.i.key`, `past.i.value` (batch, kv heads, capacity, head). Outputs: `logits` (batch, asked, vocabulary)
 after the asked positions of `input_ids`, and `present.i.key`, `present.i.value`, the caches with the new
-tokens written at `past_length`. Binding a past and its present to the same memory makes the write happen in
-place. Caches are float16 in fp16 graphs.
+tokens written at `past_length`: in place, where a past and its present are bound to the same memory.
 
-A token attends to the places up to its own: `TensorScatter` writes, and `Attention` with `nonpad_kv_seqlen` =
-past_length + sequence aligns the causal triangle at the end of that length, row by row. TensorRT fuses that
-from an explicit softmax (8 kernels a layer against 9), and opsets before 24 have neither operator: there the
-mask is written out and `ScatterElements` writes. For ONNX Runtime on a CPU one operator does all of it,
-`GroupQueryAttention`: it reads of each row what that row holds, where `Attention` reads the whole capacity of all.
-It takes several prompts in a call only where none has a past (`ONE_PROMPT` in the graph's metadata says so).
+A token attends to the places up to its own: `TensorScatter` writes, and `Attention` with `nonpad_kv_seqlen` aligns the
+causal triangle at the end of each row. TensorRT fuses that from an explicit softmax (8 kernels a layer against 9), and
+opsets before 24 have neither operator: there the mask is written out and `ScatterElements` writes. For ONNX Runtime
+`GroupQueryAttention` does all of it and reads of each row what that row holds, where `Attention` reads the whole
+capacity; it takes several prompts in a call only where none has a past (`ONE_PROMPT` in the metadata says so).
 
 Under optimum's names the inputs are `input_ids`, `attention_mask` (batch, past + sequence), `position_ids`
 and `past_key_values.i.key`, which grow by concatenation; `logits` are of every position. In a graph for ONNX Runtime
 its operator reads and writes them, and a past and its present may be one buffer with room for more.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,11 +46,8 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
     rotary = _rotary_tables(config) if config.positions == "rotary" else None
     for layer in range(config.layers):
         turned = None if config.kind_of(layer) == "n" else rotary
-        if parts.grouped:
-            core = _grouped(parts, memory, layer, turned)
-        else:
-            core = _cached(parts, memory, layer, turned)
-        x = parts.block(x, layer, norm_first=True, core=core)
+        core = (_grouped if parts.grouped else _cached)(parts, memory, layer, turned)
+        x = parts.block(x, layer, True, partial(parts.attention, core=core))
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
     table = "token_table.weight" if config.tied else "output.weight"

@@ -6,21 +6,38 @@ most a bound times the scale of the reference. Logits are compared in pieces of 
 8,192 tokens of a 128,256-word vocabulary need no more memory than 65.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...core.backend import ALL, CausalBackend, EncoderBackend, Limits, Span, divergence, on_host
+from ...core.artifact import Input
+from ...core.backend import (
+    ALL,
+    CausalBackend,
+    EncoderBackend,
+    Ids,
+    Limits,
+    OneCall,
+    Span,
+    Want,
+    divergence,
+    on_host,
+)
 from ...core.errors import Refused
-from ..runtimes.backends import Loaded
+from ...models.config import GPTConfig
+from ..runtimes.backends import Loaded, torch_backend
+from .graph_options import Pooling
 
 GREEDY_TOKENS = 128
 PIECE_NUMBERS = 1 << 23  # logits compared at a time: 32 MiB of each side
 AT_ONCE_TOKENS = 1024  # longer prompts are read in pieces only: attention over 8,192 tokens at once takes GBs
 
 Outputs = dict[str, np.ndarray]
+Pair = tuple[str, np.ndarray, np.ndarray]  # an output's name, and what both models say
+Adapt = Callable[[Outputs, np.ndarray], Outputs]  # given the positions asked for too
 Score = Callable[[Loaded], dict[str, float]]
 
 
@@ -48,9 +65,7 @@ class Bounds:
 BOUNDS = {
     "fp32": Bounds(error=1e-4, top1=0.99, kl=1e-6, contested=0.9999, score=0.001),
     "fp16": Bounds(error=3e-2, top1=0.9, kl=1e-4, contested=0.999, score=0.005),
-    "bf16": Bounds(
-        error=0.2, top1=0.8, kl=3e-3, contested=0.98, score=0.005
-    ),  # rounds at 4e-3, eight times fp16's
+    "bf16": Bounds(error=0.2, top1=0.8, kl=3e-3, contested=0.98, score=0.005),  # rounds at 4e-3
     "int8": Bounds(error=0.5, top1=0.0, kl=0.01, contested=0.98, score=0.01),
     "int4": Bounds(error=1.0, top1=0.0, kl=0.05, contested=0.95, score=0.02),
 }
@@ -82,14 +97,9 @@ def sweep(vocab_size: int, context: int, limits: Limits = ALL, seed: int = 0) ->
 
 
 def compare(
-    reference: Loaded,
-    candidate: Loaded,
-    bounds: Bounds = BOUNDS["fp32"],
-    cases: list[Case] | None = None,
+    reference: Loaded, candidate: Loaded, bounds: Bounds = BOUNDS["fp32"], cases: list[Case] | None = None
 ) -> dict[str, Any]:
-    """The parity report: per case (None: `sweep`) and output, and over all of them; `passed` says whether every
-    bound holds.
-    """
+    """The parity report: per case (None: `sweep`) and output, and over all of them: whether every bound holds."""
     rows = []
     for case in cases or sweep(reference.config.vocab_size, reference.config.sequence_length):
         tallies: dict[str, Tally] = {}
@@ -109,9 +119,7 @@ def compare(
     return report | {"cases": rows}
 
 
-def outputs_of(
-    reference: Loaded, candidate: Loaded, case: Case
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def outputs_of(reference: Loaded, candidate: Loaded, case: Case) -> Iterator[Pair]:
     """Both models' outputs for a case in pieces, one row per real token where an output has one per token."""
     backends = reference.backend, candidate.backend
     if reference.causal is not None:
@@ -122,9 +130,7 @@ def outputs_of(
         yield name, ours[name], theirs[name]
 
 
-def _causal_outputs(
-    backends: tuple[CausalBackend, CausalBackend], case: Case
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def _causal_outputs(backends: tuple[CausalBackend, CausalBackend], case: Case) -> Iterator[Pair]:
     """Logits of real tokens: of one call, of calls with a piece each, and with ragged pasts token by token."""
     batch, length = case.ids_BS.shape
     most = max(1, PIECE_NUMBERS // (batch * backends[0].vocab_size))
@@ -225,23 +231,17 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tuple[int, int]:
-    """How many greedy tokens are equal before the first difference, and how many were compared."""
-    prompt = np.arange(min(4, reference.context - 1)) % reference.vocab_size
-    asked = min(GREEDY_TOKENS, reference.context - len(prompt))
-    answers = [greedy_tokens(backend, prompt, asked) for backend in (reference, candidate)]
-    same = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), asked)
-    return same, asked
-
-
-def greedy_tokens(backend: CausalBackend, prompt: np.ndarray, count: int) -> list[int]:
-    """The most probable tokens after a prompt, one after another."""
-    cache, ids, past, made = backend.new_cache(1), prompt, 0, list[int]()
-    while len(made) < count:
-        logits_1V = backend.step([Span(0, past, ids)], cache)
-        past += len(ids)
-        made.append(int(logits_1V[0].argmax()))
-        ids = np.array(made[-1:])
-    return made
+    """How many greedy tokens are equal before the first difference, and how many would have been compared."""
+    backends, past = (reference, candidate), 0
+    ids = np.arange(min(4, reference.context - 1)) % reference.vocab_size
+    asked = min(GREEDY_TOKENS, reference.context - len(ids))
+    caches = [backend.new_cache(1) for backend in backends]
+    for same in range(asked):
+        chosen = [int(b.step([Span(0, past, ids)], cache)[0].argmax()) for b, cache in zip(backends, caches)]
+        if chosen[0] != chosen[1]:
+            return same, asked
+        past, ids = past + len(ids), np.array(chosen[:1])
+    return asked, asked
 
 
 def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: Bounds) -> dict[str, Any]:
@@ -293,6 +293,73 @@ def _require_scores(report: dict[str, Any], what: str) -> None:
             why += f"{text['contested']:.2%} (bound {text['contested_bound']:.2%})"
         where = f"{text['tokens']:,} tokens of {text['source']}"
         fix = "choose a higher precision, or calibrate on text that is nearer to the model's own"
-        raise Refused(
-            f"{what} says other things than the torch model on real text", where=where, why=why, fix=fix
-        )
+        what += " says other things than the torch model on real text"
+        raise Refused(what, where=where, why=why, fix=fix)
+
+
+def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "mean") -> Loaded:
+    """The torch model in float32 behind the protocol of its family; embeddings are pooled as the export's."""
+    loaded = torch_backend(model.float(), tokenizer, source)
+    if loaded.encoder is None or pooling == "mean":
+        return loaded
+
+    def pooled(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
+        cls = pooling.startswith("cls")
+        vector = outputs["last_hidden_state"][:, 0] if cls else outputs["sentence_embedding"]
+        if pooling.endswith("normalised"):
+            vector = vector / np.linalg.norm(vector, axis=-1, keepdims=True)
+        return outputs | {"sentence_embedding": vector}
+
+    return dataclasses.replace(loaded, backend=Adapted(loaded.encoder, pooled))
+
+
+def at_asked_positions(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
+    """What a pretraining BERT's graph under optimum's names gives, whose logits are of every position."""
+    outputs = dict(outputs)
+    return outputs | {"mlm_logits": np.take_along_axis(outputs.pop("logits"), ask_BN[..., None], 1)}
+
+
+class Adapted(OneCall):
+    """An encoder whose outputs `adapt` brings onto other terms. `one_type`: all tokens are of the first type."""
+
+    def __init__(self, encoder: EncoderBackend, adapt: Adapt, one_type: bool = False) -> None:
+        self.name, self.vocab_size, self.context = encoder.name, encoder.vocab_size, encoder.context
+        self.device, self.dtype = encoder.device, encoder.dtype
+        self._encoder, self._adapt, self._one_type = encoder, adapt, one_type
+
+    def forward(self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None) -> Outputs:
+        types_BS = np.zeros_like(types_BS) if self._one_type else types_BS
+        return self._adapt(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN), ask_BN)
+
+
+class OptimumCausal:
+    """A GPT graph under optimum's names, row by row: of `core.backend.CausalBackend` enough to compare it."""
+
+    name, device, dtype, limits = "onnxruntime", "cpu", "fp32", ALL
+
+    def __init__(self, session: Any, config: GPTConfig) -> None:
+        self.session = session
+        self.vocab_size, self.context = config.vocab_size, config.sequence_length
+        pasts = [given for given in session.get_inputs() if given.name.startswith("past_key_values.")]
+        kind = np.float16 if "16" in pasts[0].type else np.float32
+        self._empty = {
+            given.name: np.zeros((1, config.key_value_heads, 0, config.head_size), kind) for given in pasts
+        }
+
+    def new_cache(self, rows: int) -> list[dict[str, np.ndarray]]:
+        """What each row has read."""
+        return [dict(self._empty) for _ in range(rows)]
+
+    def step(self, spans: Sequence[Span], cache: list[dict[str, np.ndarray]]) -> np.ndarray:
+        found = []
+        names = [output.name for output in self.session.get_outputs()]
+        for span in spans:
+            kept, new = cache[span.row], len(span.ids)
+            feeds = {name: value[:, :, : span.past] for name, value in kept.items()}
+            feeds["input_ids"] = span.ids[None]
+            feeds["position_ids"] = (span.past + np.arange(new))[None]
+            feeds["attention_mask"] = np.ones((1, span.past + new), np.int64)
+            values = dict(zip(names, self.session.run(names, feeds)))
+            found.append(values["logits"][0, new - span.asked :])
+            kept |= {name: values[name.replace("past_key_values", "present")] for name in kept}
+        return np.concatenate(found)

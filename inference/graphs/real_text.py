@@ -1,22 +1,35 @@
-"""What real text says of an export: how far its predictions are from the torch model's, on rows that no
-calibration has seen. Random ids show whether a graph is right; only text shows whether a precision is enough.
+"""What real text says of an export: how far its predictions are from the torch model's. Random ids show whether a graph
+is right; only text shows whether a precision is enough.
+
+Other rows of the text calibrate int8 with fixed scales. The range of a layer is the clip of |x| with the smallest
+squared error of rounding to 255 values: a few outliers are cut when that serves the many. An artifact of kind
+`calibration` holds ranges.json; it belongs to the weights that it was made from.
 
 Letters: R rows, S tokens of a row, N positions asked for, V vocabulary.
 """
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...core.artifact import Input, create_artifact, read_manifest, verify_artifact
 from ...core.backend import Span, log_softmax, on_host
-from ...core.errors import WrongUse
-from ...core.files import sha256_file
+from ...core.errors import Refused, WrongUse
+from ...core.files import read_json, sha256_file
 from ..runtimes.backends import Loaded
+from ..runtimes.source import open_model
+from .onnx_writer import INT8_MAX
 from .parity import PIECE_NUMBERS, Bounds, Tally
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 ROW_TOKENS = 128
 ROWS = 128  # of each half, 16,384 tokens: agreement of 98 % is then known to about 0.3 %
@@ -145,7 +158,7 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
             yield from _masked_tokens(backends, ids, rows.mask_id, start)
 
 
-def _next_tokens(backends: tuple[Any, Any], ids: np.ndarray) -> Predictions:
+def _next_tokens(backends: Any, ids: np.ndarray) -> Predictions:
     spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
     caches = [backend.new_cache(len(ids)) for backend in backends]  # of llama.cpp the logits are its memory
     ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
@@ -153,9 +166,7 @@ def _next_tokens(backends: tuple[Any, Any], ids: np.ndarray) -> Predictions:
     return _lines(ours), _lines(theirs), ids[:, 1:].reshape(-1)
 
 
-def _masked_tokens(
-    backends: tuple[Any, Any], ids: np.ndarray, mask_id: int | None, seed: int
-) -> Iterator[Predictions]:
+def _masked_tokens(backends: Any, ids: np.ndarray, mask_id: int | None, seed: int) -> Iterator[Predictions]:
     """Of a BERT with a fine-tuned head its labels for the rows as they are."""
     real, types = np.ones(ids.shape, bool), np.zeros_like(ids)
     count = max(1, int(MASKED * ids.shape[1]))
@@ -178,3 +189,85 @@ def _masked_tokens(
 
 def _lines(logits: np.ndarray) -> np.ndarray:
     return logits.reshape(-1, logits.shape[-1])
+
+
+BINS = 2048
+BATCH = 8
+RANGES = "ranges.json"
+
+
+def calibrate(model: "nn.Module", rows: TextRows) -> dict[str, float]:
+    """The range of every linear layer of a GPT or BERT, by its name in the module (or in its encoder)."""
+    import torch
+
+    body: Any = getattr(model, "encoder", model)
+    layers = {n: m for n, m in body.named_modules() if isinstance(m, torch.nn.Linear) and n != "output"}
+    if body is not model:
+        layers["output"] = model.output  # type: ignore[assignment]
+    largest = dict.fromkeys(layers, 0.0)
+    counts = {name: np.zeros(BINS, np.int64) for name in layers}
+
+    def look(name: str, first: bool) -> Any:
+        def hook(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
+            x = inputs[0].detach().abs().flatten().float()
+            if first:
+                largest[name] = max(largest[name], float(x.max()))
+            elif largest[name] > 0:
+                counts[name] += torch.histc(x, BINS, 0.0, largest[name]).long().numpy()
+
+        return hook
+
+    for first in (True, False):  # the largest values, then the histograms up to them
+        with ExitStack() as hooks, torch.inference_mode():
+            for name, layer in layers.items():
+                hooks.enter_context(layer.register_forward_hook(look(name, first)))
+            for start in range(0, len(rows.calibration), BATCH):
+                ids: Any = torch.from_numpy(rows.calibration[start : start + BATCH])
+                if hasattr(model, "head") and not hasattr(model, "mlm_head"):
+                    model(ids)  # a GPT, or a BERT with a fine-tuned head
+                    continue
+                hidden = body.hidden(ids)
+                body.mlm_features(hidden)
+                body.nsp_head(hidden[:, 0])
+    return {name: best_clip(counts[name], top) for name, top in largest.items() if top > 0}
+
+
+def best_clip(counts: np.ndarray, largest: float) -> float:
+    """The clip of |x| with the smallest squared error, given a histogram of |x| on [0, largest]."""
+    middle = (np.arange(len(counts)) + 0.5) * (largest / len(counts))
+    best, found = np.inf, largest
+    for part in range(16, 129):
+        clip = largest * part / 128
+        step = clip / INT8_MAX
+        # a value inside is off by the rounding of its bin, at least as much as evenly spread values are
+        rounded = np.minimum(np.rint(middle / step), INT8_MAX) * step
+        error = np.where(middle <= clip, step**2 / 12, (middle - rounded) ** 2)
+        if (total := float((error * counts).sum())) < best:
+            best, found = total, clip
+    return found
+
+
+def write_calibration(
+    path: Path | str, out: Path | str, text: Path | str, overwrite: bool = False
+) -> dict[str, Any]:
+    """Calibrate the model at `path` on a text file; writes an artifact and returns its facts."""
+    opened = open_model(path)
+    rows = read_rows(text, opened.tokenizer, opened.model.config.sequence_length)
+    source = Input(rows.source, "foreign", rows.sha256)
+    with create_artifact(out, "calibration", inputs=[opened.input, source], overwrite=overwrite) as draft:
+        ranges = calibrate(opened.model, rows)
+        (draft.path / RANGES).write_text(json.dumps(ranges, indent=1) + "\n")
+        facts = {"layers": len(ranges), "tokens": int(rows.calibration.size), "model": opened.input.hash}
+        draft.facts |= facts
+    return facts
+
+
+def read_calibration(path: Path | str, model: Input) -> Mapping[str, float]:
+    """The ranges of a calibration artifact. Raises Refused when it was made from other weights."""
+    verify_artifact(path)
+    manifest = read_manifest(path, "calibration")
+    if manifest.facts["model"] != model.hash:
+        why = f"its model has the hash {manifest.facts['model'][:12]}, this one {model.hash[:12]}"
+        fix = "calibrate again: throughline export MODEL --to calibration --text FILE --out DIR"
+        raise Refused("this calibration was made from another model", where=path, why=why, fix=fix)
+    return read_json(Path(path) / RANGES)

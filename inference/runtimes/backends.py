@@ -25,10 +25,8 @@ from ...core.hardware import usable_cores
 from ...models.config import FAMILIES, GPTConfig, ModelConfig
 from ...models.sentence import read_sentence
 from .bench import fastest
-from .devices import check_options, pick_device, pick_dtype
-from .loaded import Loaded
 from .onnx_session import PROFILE_ROWS, check_version, profile_of
-from .source import find_model
+from .source import Loaded, check_options, find_model, pick_device, pick_dtype
 
 if TYPE_CHECKING:
     from ...models.bert import BERT, BERTWithHead
@@ -71,7 +69,7 @@ def context_of(config: ModelConfig, options: BackendOptions) -> int:
 
 
 def _open_gguf(path: Path, options: BackendOptions) -> Loaded:
-    from .gguf_reader import read_gguf
+    from .llama_backend import read_gguf
 
     config, precision, tokenizer, sentence = read_gguf(path)
     backend = run_gguf(path, config, options, precision)
@@ -124,20 +122,14 @@ def classes_of(described: dict[str, Any]) -> tuple[str, ...]:
 
 def on_engine(session: Any, config: ModelConfig, precision: str) -> Any:
     """An engine behind the protocol of its family, with what its profiles take as limits."""
-    backend = _on_gpu(session, config, precision, session.device)
+    from .onnx_cuda import on_gpu
+
+    backend = on_gpu(session, config, precision, session.device)
     backend.name, backend.limits = "tensorrt", session.limits
     if not isinstance(config, GPTConfig):  # a text is read at once
         backend.limits = Limits(session.limits.rows)
         backend.context = min(backend.context, session.limits.tokens)
     return backend
-
-
-def _on_gpu(session: Any, config: ModelConfig, precision: str, device: str) -> Any:
-    """A session of ONNX Runtime's or an engine's behind the protocol of its family, on memory of the device."""
-    from .onnx_cuda import CudaCausal, CudaEncoder
-
-    kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
-    return kind(session, config, precision, device)
 
 
 def _has_cuda_kernels(facts: Mapping[str, Any]) -> bool:
@@ -220,11 +212,13 @@ def run_graph(
         tensorrt = {} if isinstance(config, GPTConfig) else profile_of(graph, config.sequence_length)
     session = open_session(graph, options.threads, device, tensorrt)
     if device != "cpu":
-        backend = _on_gpu(session, config, precision, device)
+        from .onnx_cuda import on_gpu
+
+        backend = on_gpu(session, config, precision, device)
         backend.limits = Limits(PROFILE_ROWS) if tensorrt else backend.limits
         return backend
     from .onnx_causal import OnnxCausal
-    from .onnx_encoder import OnnxEncoder
+    from .onnx_session import OnnxEncoder
 
     if isinstance(config, GPTConfig):
         return OnnxCausal(session, config, precision)
@@ -233,7 +227,7 @@ def run_graph(
 
 
 def _run_openvino(graph: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
-    from .openvino_backend import OpenVinoEncoder
+    from .onnx_session import OpenVinoEncoder
 
     if options.device not in ("auto", "cpu"):
         where = f"--device {options.device}"

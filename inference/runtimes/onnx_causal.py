@@ -4,6 +4,11 @@
   adjacent rows is a view. Its capacity follows the longest row in steps, up and down: the standard Attention looks
   over all of it, in every row; graphs written for ONNX Runtime look at what a row holds.
 - A decode step of the same rows as the last one binds nothing anew: 50 bindings of GPT-2 take 0.4 ms.
+- A step is calls of (batch, sequence). Single tokens of answers go in one over the rows from the first to the last of
+  them; rows in between that take no part get a token that nobody reads, behind their own. Parts of prompts follow,
+  adjacent rows of nearly the same length together.
+
+Letters: B rows of a call, S its longest span, N the most positions asked of one of its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +19,7 @@ import numpy as np
 
 from ...core.backend import Limits, Span, library
 from ...models.config import GPTConfig
-from .sampler import beside, copy_of
-from .spans import in_pieces, rectangles, scatter_logits
+from .sampling import beside, copy_of
 
 BINDINGS = 16  # kept for decode steps: one for each number of rows
 CAPACITY_STEP = 128  # tokens by which a cache grows; each growth copies it once
@@ -102,7 +106,7 @@ class OnnxCausal:
         calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]), self.limits.rows)
         found = []
         for call in calls:
-            logits = self._run(*call.arguments, cache, call.first_row)
+            logits = self._run(call.ids_BS, call.past_B, call.ask_BN, cache, call.first_row)
             found.append(logits if len(calls) == 1 else copy_of(logits))
             for line, owner in enumerate(call.owners):
                 if owner is None:  # this row took no part
@@ -121,12 +125,10 @@ class OnnxCausal:
         if needed > cache.capacity:
             cache.resize(min(max(self._room(needed), cache.capacity * 5 // 4), self.context))
         if self._one_prompt and rows > 1 and length > 1 and past_B.any():
-            found = [
-                copy_of(
-                    self._run(ids_BS[i : i + 1], past_B[i : i + 1], ask_BN[i : i + 1], cache, first_row + i)
-                )
-                for i in range(rows)
-            ]
+            found = []
+            for i in range(rows):
+                own = slice(i, i + 1)
+                found.append(copy_of(self._run(ids_BS[own], past_B[own], ask_BN[own], cache, first_row + i)))
             return library(found[0]).concatenate(found)
         cache.lengths[first_row : first_row + rows] = past_B + length
         key = (first_row, rows, length, ask_BN.shape[1])
@@ -186,3 +188,107 @@ class OnnxCausal:
             store[row, :, :tokens] = kept[:, :tokens]
             store[row, :, tokens : cache.lengths[row]] = 0  # as `free_row`
         cache.lengths[row] = tokens
+
+
+FILLED = 0.8  # share of real tokens that several prompts in one call must have
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: spans by their place in the step (None: a row that takes no part), and its first row."""
+
+    owners: tuple[int | None, ...]
+    first_row: int
+    ids_BS: np.ndarray
+    past_B: np.ndarray
+    ask_BN: np.ndarray
+
+
+def rectangles(
+    spans: Sequence[Span],
+    context: int,
+    length_of: Callable[[int], int] | None = None,
+    rows: int | None = None,
+) -> list[Call]:
+    """The calls of a step, of at most `rows` rows; no padding reaches behind `context`.
+
+    `length_of` tells how many tokens a row that takes no part holds; without it, rows of single tokens that
+    are not adjacent go in calls of their own.
+    """
+    order = sorted(range(len(spans)), key=lambda i: spans[i].row)
+    single = [i for i in order if len(spans[i].ids) == 1]
+    groups: list[list[int]] = []
+    for i in single:
+        beside = groups and (length_of is not None or spans[groups[-1][-1]].row + 1 == spans[i].row)
+        if beside and (rows is None or spans[i].row - spans[groups[-1][0]].row < rows):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    calls = [_call(spans, group, length_of) for group in groups]
+    prompts: list[list[int]] = []
+    for i in (i for i in order if len(spans[i].ids) > 1):
+        if prompts and len(prompts[-1]) != rows and _joins(spans, prompts[-1], i, context):
+            prompts[-1].append(i)
+        else:
+            prompts.append([i])
+    return calls + [_call(spans, group, None) for group in prompts]
+
+
+def _joins(spans: Sequence[Span], group: list[int], new: int, context: int) -> bool:
+    """Whether a part of a prompt suits a call: the next row, and little padding."""
+    lengths = [len(spans[i].ids) for i in (*group, new)]
+    adjacent = spans[group[-1]].row + 1 == spans[new].row
+    fits = max(spans[i].past for i in (*group, new)) + max(lengths) <= context
+    return adjacent and fits and sum(lengths) >= FILLED * max(lengths) * len(lengths)
+
+
+def _call(spans: Sequence[Span], group: list[int], length_of: Callable[[int], int] | None) -> Call:
+    by_row = {spans[i].row: i for i in group}
+    first, last = spans[group[0]].row, spans[group[-1]].row
+    owners = tuple(by_row.get(row) for row in range(first, last + 1))
+    longest = max(len(spans[i].ids) for i in group)
+    ids = np.zeros((len(owners), longest), np.int64)
+    past = np.zeros(len(owners), np.int64)
+    ask = np.zeros((len(owners), max(spans[i].asked for i in group)), np.int64)
+    for line, owner in enumerate(owners):
+        if owner is None:
+            assert length_of is not None
+            past[line] = length_of(first + line)
+            continue
+        span = spans[owner]
+        ids[line, : len(span.ids)], past[line] = span.ids, span.past
+        ask[line, : span.asked] = np.arange(len(span.ids) - span.asked, len(span.ids))
+    return Call(owners, first, ids, past, ask)
+
+
+def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Sequence[Any]) -> Any:
+    """What the calls returned as one array (N, V), span after span."""
+    in_order = len(calls) == 1 and calls[0].owners == tuple(range(len(spans)))
+    if in_order and all(span.asked == 1 for span in spans):
+        return logits_BNV[0][:, 0]
+    found: dict[int, Any] = {}
+    for call, logits in zip(calls, logits_BNV):
+        for line, owner in enumerate(call.owners):
+            if owner is not None:
+                found[owner] = logits[line, : spans[owner].asked]
+    return library(logits_BNV[0]).concatenate([found[i] for i in range(len(spans))])
+
+
+def in_pieces(step: Callable[..., Any], spans: Sequence[Span], cache: Any, most: int) -> Any:
+    """A step in which no span has more than `most` tokens, and then one of what is left of them."""
+    firsts, rests = [], []
+    for span in spans:
+        left = max(0, len(span.ids) - most)
+        firsts.append(Span(span.row, span.past, span.ids[:most], max(0, span.asked - left)))
+        if left:
+            rests.append(Span(span.row, span.past + most, span.ids[most:], min(span.asked, left)))
+    before = copy_of(step(firsts, cache))
+    behind = step(rests, cache)  # which splits again what is still too long
+    found, at, then = [], 0, 0
+    for span, first in zip(spans, firsts):
+        found.append(before[at : at + first.asked])
+        at += first.asked
+        if more := span.asked - first.asked:
+            found.append(behind[then : then + more])
+            then += more
+    return library(before).concatenate(found)

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.backend import Ids, Want
-from ...models.config import BERTConfig, GPTConfig
+from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from .onnx_causal import BINDINGS, OnnxCausal
-from .onnx_encoder import OnnxEncoder
+from .onnx_session import OnnxEncoder
 
 if TYPE_CHECKING:
     import torch
 
-BUCKET = (
-    16  # lengths of a batch are padded to a multiple: each shape has memory and a captured graph of its own
-)
+BUCKET = 16  # lengths are padded to a multiple: each shape has memory and a captured graph of its own
 OF_TOKENS = ("last_hidden_state", "start_logits", "end_logits")
 
 
@@ -52,6 +50,12 @@ class CudaCausal(OnnxCausal):
         wait(self.device)
 
 
+def on_gpu(session: Any, config: ModelConfig, precision: str, device: str) -> Any:
+    """A session of ONNX Runtime's or an engine's behind the protocol of its family, on memory of the device."""
+    kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
+    return kind(session, config, precision, device)
+
+
 @dataclass
 class Resident:
     """Memory of calls of one shape: on the device by name, and pinned memory of the host for what comes and goes."""
@@ -78,12 +82,10 @@ class CudaEncoder(OnnxEncoder):
         more = ((0, 0), (0, min(-length % BUCKET, self.context - length)))
         ids, types, mask = (np.pad(given, more) for given in (ids_BS, types_BS, mask_BS))
         found = super().forward(ids, types, mask, ask_BN, want)
-        own = {
-            name
-            for name, value in found.items()
-            if name in OF_TOKENS or (name == "logits" and value.ndim == 3)
-        }
-        return {name: value[:, :length] if name in own else value for name, value in found.items()}
+        for name, value in found.items():
+            if name in OF_TOKENS or (name == "logits" and value.ndim == 3):
+                found[name] = value[:, :length]
+        return found
 
     def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         """See `OnnxEncoder.run`: ids go and `names` come through pinned memory, the rest stays where it is."""

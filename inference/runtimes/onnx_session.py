@@ -1,18 +1,21 @@
-"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider.
+"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider, and a BERT's graph in one of them or, on
+the CPU, in OpenVINO.
 
 Threads do not spin: on a shared or small machine spinning threads burn several times the CPU that the work needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import Refused, WrongUse
+import numpy as np
+
+from ...core.backend import Ids, Limits, OneCall, Want
+from ...core.errors import Refused, WrongUse, extra
+from ...models.config import BERTConfig
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 TENSORRT = "TensorrtExecutionProvider"
-
-
 PROFILE_ROWS = 64  # of a call of TensorRT's provider
 
 
@@ -40,12 +43,9 @@ def providers_of(device: str, tensorrt: Mapping[str, str] | None = None) -> list
     wanted = [PROVIDERS[kind]] if tensorrt is None else [TENSORRT, PROVIDERS[kind]]
     there = onnxruntime.get_available_providers()
     if missing := [name for name in wanted if name not in there]:
-        raise WrongUse(
-            f"this ONNX Runtime has no {missing[0]}",
-            where=f"--device {device}",
-            why=f"it was built with {', '.join(there)}",
-            fix="pip uninstall onnxruntime && pip install onnxruntime-gpu, or --device cpu",
-        )
+        why = f"it was built with {', '.join(there)}"
+        fix = "pip uninstall onnxruntime && pip install onnxruntime-gpu, or --device cpu"
+        raise WrongUse(f"this ONNX Runtime has no {missing[0]}", where=f"--device {device}", why=why, fix=fix)
     if kind == "cpu":
         return wanted
     settings = {"device_id": number or "0"}
@@ -92,18 +92,115 @@ def open_session(
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
     except Exception as error:  # onnxruntime's own classes derive from Exception alone
-        raise Refused(
-            "ONNX Runtime cannot load this graph",
-            where=path,
-            why=str(error).splitlines()[0][:300],
-            fix="export it again; `throughline verify` says whether the file is damaged",
-        ) from error
+        why = str(error).splitlines()[0][:300]
+        fix = "export it again; `throughline verify` says whether the file is damaged"
+        raise Refused("ONNX Runtime cannot load this graph", where=path, why=why, fix=fix) from error
     first = wanted[0] if isinstance(wanted[0], str) else wanted[0][0]
     if session.get_providers()[0] != first:  # it falls back to the CPU with a log line
-        raise Refused(
-            f"ONNX Runtime could not start {first}",
-            where=path,
-            why=f"it would run with {session.get_providers()[0]}",
-            fix="install the CUDA and cuDNN (or TensorRT) libraries it was built for, or --device cpu",
-        )
+        why = f"it would run with {session.get_providers()[0]}"
+        fix = "install the CUDA and cuDNN (or TensorRT) libraries it was built for, or --device cpu"
+        raise Refused(f"ONNX Runtime could not start {first}", where=path, why=why, fix=fix)
     return session
+
+
+class OnnxEncoder:
+    """A BERT graph (`core.backend.EncoderBackend`).
+
+    `open_lane`: opens a session of one thread for `lane`, which then takes `lanes` calls at once where that is more
+    than one.
+    """
+
+    name = "onnxruntime"
+    limits = Limits()
+
+    def __init__(
+        self,
+        session: Any,
+        config: BERTConfig,
+        dtype: str = "fp32",
+        device: str = "cpu",
+        lanes: int = 1,
+        open_lane: Callable[[], Any] | None = None,
+    ) -> None:
+        self.session, self.dtype, self.device = session, dtype, device
+        self.lanes, self._open_lane = lanes, open_lane
+        self.config, self.vocab_size, self.context = config, config.vocab_size, config.sequence_length
+        self._lane: OnnxEncoder | None = None
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._outputs = [value.name for value in session.get_outputs()]
+
+    def lane(self) -> "OnnxEncoder":
+        """See `core.backend.EncoderBackend.lane`: a session of one thread with weights of its own, from here on."""
+        if self._lane is None:
+            alone = self._open_lane if self.lanes > 1 else None
+            self._lane = self if alone is None else OnnxEncoder(alone(), self.config, self.dtype)
+        return self._lane
+
+    def forward(
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
+    ) -> dict[str, np.ndarray]:
+        names = wanted(self._outputs, want)
+        return dict(
+            zip(names, self.run(names, encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)))
+        )
+
+    def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """Those outputs, float32 on the host."""
+        return self.session.run(names, feeds)
+
+
+def wanted(outputs: Sequence[str], want: Want) -> list[str]:
+    """Those of the outputs that are wanted (None: all); hidden states where [CLS] has no output of its own."""
+    if want is None:
+        return list(outputs)
+    instead = {"last_hidden_state"} if "cls_embedding" in want and "cls_embedding" not in outputs else set()
+    return [name for name in outputs if name in instead.union(want)]
+
+
+def encoder_feeds(
+    ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray, names: set[str]
+) -> dict[str, np.ndarray]:
+    """The inputs of a BERT graph of our writer, those of them that it has."""
+    feeds = {"input_ids": ids_BS, "attention_mask": mask_BS, "token_type_ids": types_BS}
+    feeds["logit_positions"] = ask_BN
+    return {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items() if name in names}
+
+
+OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_output", "nsp_logits"}
+OUTPUTS |= {"cls_embedding", "logits", "start_logits", "end_logits"}  # of our writer's graphs
+
+
+class OpenVinoEncoder(OneCall):
+    """A BERT graph (`core.backend.EncoderBackend`). Raises WrongUse without the library, Refused for a graph that it
+    cannot compile.
+    """
+
+    name = "openvino"
+
+    def __init__(
+        self, path: Path | str, config: BERTConfig, threads: int | None = None, dtype: str = "fp32"
+    ) -> None:
+        self.device, self.dtype = "cpu", dtype
+        self.vocab_size, self.context = config.vocab_size, config.sequence_length
+        openvino = extra("openvino", "--backend openvino", "openvino")
+        settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+        if threads:
+            settings["INFERENCE_NUM_THREADS"] = threads
+        try:
+            compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+        except RuntimeError as error:
+            why = str(error).strip().splitlines()[-1][:300]
+            fix = "use --backend onnxruntime, or export with --opset 20"
+            raise Refused("OpenVINO cannot compile this graph", where=path, why=why, fix=fix) from error
+        self._inputs = {port.get_any_name() for port in compiled.inputs}
+        # a port has the names of all tensors that became one in optimisation
+        self._outputs = [min(OUTPUTS.intersection(port.get_names())) for port in compiled.outputs]
+        self._request = compiled.create_infer_request()
+
+    def forward(
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
+    ) -> dict[str, np.ndarray]:
+        """See `core.backend.EncoderBackend.forward`; all of it is on the host anyway."""
+        found = self._request.infer(encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs))
+        values = (np.array(found[place], np.float32) for place in range(len(self._outputs)))
+        return dict(zip(self._outputs, values))

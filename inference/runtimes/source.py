@@ -1,13 +1,20 @@
-"""Opening a model wherever it lies: a run, a checkpoint, a model artifact or a Hugging Face directory."""
+"""Opening a model wherever it lies (a run, a checkpoint, a model artifact, a Hugging Face directory), on which device
+and in which dtype: what was asked for, or refused; never silently another.
+"""
 
 import contextlib
 import math
+import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
+from ...core.backend import BackendOptions, CausalBackend, EncoderBackend
 from ...core.errors import WrongUse, download_hint, nearest
+from ...models.config import ModelConfig, family_of
+from ...models.sentence import MEAN, Sentence
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +43,7 @@ class FoundModel(NamedTuple):
         """
         import torch
 
-        if not _is_huggingface(self.directory):
+        if not (self.directory / "config.json").is_file():
             halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
             trained = read_manifest(self.directory).facts.get("precision")
             return None if device == "cpu" else halves.get(str(trained))
@@ -54,7 +61,7 @@ class FoundModel(NamedTuple):
 
     def open(self, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
         """Read it. Raises as `open_model` does."""
-        if not _is_huggingface(self.directory):
+        if not (self.directory / "config.json").is_file():
             from ...train.checkpoints.checkpoint import load_model
 
             model, tokenizer = load_model(self.directory, device, dtype)
@@ -87,7 +94,7 @@ def find_model(path: Path | str) -> FoundModel:
         what, why = "this file is no model", "of models that are one file only .gguf is read"
         fix = "give its directory: an ONNX artifact, a Hugging Face directory, a run or a checkpoint"
         raise WrongUse(what, where=path, why=why, fix=fix)
-    if not _is_huggingface(path):
+    if not (path / "config.json").is_file():
         if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine", "gguf"):
             what = f"a torch model is needed, this is an artifact of kind {kind}"
             fix = "give the run or checkpoint that it was exported from (`throughline show` names it)"
@@ -99,15 +106,95 @@ def find_model(path: Path | str) -> FoundModel:
     return FoundModel(path, tokenizer if tokenizer.is_file() else None)
 
 
-def _is_huggingface(path: Path) -> bool:
-    return (path / "config.json").is_file()
-
-
 def open_model(path: Path | str, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
-    """The torch model at `path`: a run (its latest checkpoint), a checkpoint, a model artifact, a Hugging
-    Face directory.
-
-    Raises WrongUse when there is no model there, Refused when a file of it is cut or changed or the model is
-    of a kind that ours cannot express.
+    """The torch model at `path`; of a run its latest checkpoint. Raises WrongUse when there is none, Refused when a
+    file of it is cut or changed or the model is of a kind that ours cannot express.
     """
     return find_model(path).open(device, dtype)
+
+
+def pick_device(wanted: str, where: str = "--device") -> str:
+    """One of "cpu" and "cuda:N"; "auto" is the first GPU, if any. Raises WrongUse for one that is not here."""
+    if wanted == "cpu":
+        return "cpu"
+    if wanted != "auto" and not re.fullmatch(r"cuda(:\d+)?", wanted):
+        raise WrongUse(f"no device is called {wanted!r}", where=where, fix="give auto, cpu, cuda or cuda:N")
+    import torch
+
+    if not torch.cuda.is_available():
+        if wanted == "auto":
+            return "cpu"
+        fix = "leave --device out, or see: throughline doctor"
+        raise WrongUse("no CUDA device here", where=where, fix=fix)
+    number, there = int(wanted.partition(":")[2] or 0), torch.cuda.device_count()
+    if number >= there:
+        why = f"this machine has {there}"
+        raise WrongUse(f"no {wanted} here", where=where, why=why, fix=f"0 … {there - 1}")
+    return f"cuda:{number}"
+
+
+def pick_dtype(wanted: str, stored: "torch.dtype | None", device: str) -> "torch.dtype":
+    """The dtype of a torch model. "auto" is the one the weights are stored in, where the device computes in it;
+    else fp16 for bf16 on a GPU without it, and fp32.
+
+    Raises Refused when the device cannot compute in the dtype that was asked for.
+    """
+    import torch
+
+    from ...core.hardware import check_dtype, computes_in, machine
+
+    by_name = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    if wanted not in ("auto", *by_name):
+        fix = f"give auto or one of {', '.join(by_name)}"
+        raise WrongUse(f"no dtype is called {wanted!r}", where="--dtype", fix=fix)
+    native: tuple[str, ...] = machine().cpu.dtypes
+    if device != "cpu":
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        native = tuple(name for name in by_name if computes_in(name, capability))
+        if wanted != "auto":
+            check_dtype(wanted, "cuda", capability=capability, name=torch.cuda.get_device_name(device))
+    if wanted != "auto":
+        return by_name[wanted]
+    name = next((name for name, dtype in by_name.items() if dtype == stored), "fp32")
+    if name not in native:
+        name = "fp16" if name == "bf16" and "fp16" in native and device != "cpu" else "fp32"
+    return by_name[name]
+
+
+def check_options(options: BackendOptions, kind: str, runtimes: tuple[str, ...]) -> str:
+    """The runtime for a file of this kind. Raises WrongUse when it has none of that name, or its own dtype."""
+    if options.runtime not in ("own", "auto", *runtimes):
+        fix = f"give one of {', '.join(runtimes)}, or export the model for the other"
+        raise WrongUse(f"{options.runtime} does not run {kind}", where="--backend", fix=fix)
+    if options.dtype != "auto" and "torch" not in runtimes:
+        why = "it was decided when it was exported"
+        fix = "leave --dtype out, or export the model again with another precision"
+        raise WrongUse(f"{kind} has its own precision", where=f"--dtype {options.dtype}", why=why, fix=fix)
+    return runtimes[0] if options.runtime == "own" else options.runtime
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that runs, with what belongs to it."""
+
+    config: ModelConfig
+    tokenizer: Path | None
+    input: Input
+    backend: Any  # a `CausalBackend` or an `EncoderBackend`, as the family says
+    classes: tuple[str, ...] = ()  # of a BERT fine-tuned to classify texts: the names of its `logits`
+    sentence: Sentence = MEAN  # how a BERT's outputs become the vector of a text
+
+    @property
+    def family(self) -> str:
+        """One of "gpt" and "bert"."""
+        return family_of(self.config)
+
+    @property
+    def causal(self) -> CausalBackend | None:
+        """The backend of a GPT."""
+        return self.backend if self.family == "gpt" else None
+
+    @property
+    def encoder(self) -> EncoderBackend | None:
+        """The backend of a BERT."""
+        return self.backend if self.family == "bert" else None

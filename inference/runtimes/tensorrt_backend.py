@@ -1,19 +1,20 @@
-"""Running an engine: a session with the methods of ONNX Runtime's that our backends use.
+"""TensorRT and TensorRT-RTX as they are installed, and running an engine: a session with the methods of ONNX Runtime's
+that our backends use.
 
 - A call takes the profile that its shapes fit, on a stream of the session's own: on the default one TensorRT waits
   after every launch. Contexts take memory when a profile is chosen, not that of the largest at once.
 - A binding that is run again with the same memory (a decode step, an encoder's bucket) is captured as a CUDA graph at
   its second run, in a context of its own, to whose shapes and addresses the graph belongs: a step of GPT-2 is about a
-  hundred launches, and a replay is one. What cannot be captured is launched, and counted. TensorRT-RTX swaps
-  kernels while it runs, so it is told to capture by itself.
-- The manifest is checked before anything is loaded: an engine belongs to one library version and one GPU kind.
+  hundred launches, and a replay is one. TensorRT-RTX swaps kernels while it runs: it is told to capture by itself.
 
 No engine has been run by the tests here: they drive this against a fake module of the recorded interface, which
 computes with ONNX Runtime.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,53 @@ import numpy as np
 from ...core.artifact import Manifest
 from ...core.backend import Limits
 from ...core.console import warn
-from ...core.errors import Refused, WrongUse
-from .devices import pick_device
-from .tensorrt_library import check_engine, gpu_facts, load_library
+from ...core.errors import Refused, WrongUse, extra
+from ...core.hardware import machine
+from .source import pick_device
+
+LEAST = (10, 15)  # strong typing, Attention, TensorScatter and RotaryEmbedding in the parser
+
+
+def load_library(name: str) -> Any:
+    """The module `tensorrt` or `tensorrt_rtx`. Raises MissingExtra, WrongUse for a version that is too old."""
+    library = extra(name, "building an engine", name.replace("_", "-"))
+    version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
+    if name == "tensorrt" and version < LEAST:
+        why = f"its parser lacks operators of these graphs; {LEAST[0]}.{LEAST[1]} has them"
+        fix = "pip install 'throughline[tensorrt]'"
+        raise WrongUse(f"TensorRT {library.__version__} is too old", why=why, fix=fix)
+    return library
+
+
+def check_engine(manifest: Manifest, where: Path, library: Any, capability: Callable[[], str]) -> None:
+    """Raise Refused, with the command that builds it again, when an engine is not for this library and GPU."""
+    facts = manifest.facts
+    fix = f"build it again here: {manifest.command}"
+    for what, built, here in (
+        ("library", facts["library"], library.__name__),
+        ("version", facts["library_version"], library.__version__),
+        ("compute capability", facts["compute_capability"], capability()),
+    ):
+        if built != here:
+            why = f"it was built for {built}, here is {here}"
+            raise Refused(f"this engine was built for another {what}", where=where, why=why, fix=fix)
+
+
+def gpu_facts(device: str = "cuda:0") -> dict[str, Any]:
+    """A GPU's name, compute capability, driver and CUDA version. Raises WrongUse when there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        fix = "build on the machine that has the GPU; --to tensorrt-rtx compiles without one"
+        raise WrongUse("there is no GPU here", why="torch sees no CUDA device", fix=fix)
+    major, minor = torch.cuda.get_device_capability(device)
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "compute_capability": f"{major}.{minor}",
+        "driver": next((gpu.driver for gpu in machine().gpus), "unknown"),
+        "cuda": torch.version.cuda,
+    }
+
 
 TYPES = {"HALF": np.float16, "FLOAT": np.float32, "INT64": np.int64}
 
@@ -55,14 +100,14 @@ def captured(run: Callable[[], None], stream: Any = None, pool: Any = None) -> C
     return graph.replay
 
 
+@dataclass
 class Binding:
     """The memory of one call: name -> (shape, address). The graph with its context, when it has been captured."""
 
-    def __init__(self) -> None:
-        self.places: dict[str, tuple[tuple[int, ...], int]] = {}
-        self.runs = 0
-        self.replay: Callable[[], None] | None = None
-        self.context: Any = None
+    places: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    runs: int = 0
+    replay: Callable[[], None] | None = None
+    context: Any = None
 
     def bind_input(self, name: str, kind: str, number: int, element: Any, shape: Any, address: int) -> None:
         self.places[name] = (tuple(shape), address)
@@ -170,12 +215,9 @@ class EngineSession:
                 for name, shape in shapes.items()
             ):
                 return profile
-        raise WrongUse(
-            "the engine has no profile for these shapes",
-            where=self._where,
-            why=f"input_ids {tuple(shapes['input_ids'])}",
-            fix="build it with a bucket that holds them: --batches, --lengths",
-        )
+        why = f"input_ids {tuple(shapes['input_ids'])}"
+        fix = "build it with a bucket that holds them: --batches, --lengths"
+        raise WrongUse("the engine has no profile for these shapes", where=self._where, why=why, fix=fix)
 
     def _new_context(self, profile: int) -> Any:
         how = self._library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE

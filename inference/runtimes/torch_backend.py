@@ -13,8 +13,7 @@ from ...models.attention import KeyValueCache
 from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT
 from ...models.layers import Attention
-from .cuda_graphs import DecodeGraphs, Steps
-from .packed import Packed, packed_logits
+from .packed import DecodeGraphs, Packed, Steps, packed_logits
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -65,13 +64,9 @@ class TorchCausal:
         stores = (cache.keys_LBGTD, cache.values_LBGTD)
         self.load_row(cache, target, [store[:, source] for store in stores], tokens)
 
-    def free_row(self, cache: KeyValueCache, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`."""
-        self._empty(cache, row, 0)
-
-    def _empty(self, cache: KeyValueCache, row: int, first: int) -> None:
-        """From this place on: a number that is not finite would reach the next sequence and its neighbours through
-        places that they do not look at, as zero times NaN is NaN.
+    def free_row(self, cache: KeyValueCache, row: int, first: int = 0) -> None:
+        """See `core.backend.CausalBackend.free_row`. Zeros from this place on: a number that is not finite would reach
+        the next sequence and its neighbours through places that they do not look at, as zero times NaN is NaN.
         """
         held = self._held.setdefault(cache, {})
         for store in (cache.keys_LBGTD, cache.values_LBGTD):
@@ -84,7 +79,7 @@ class TorchCausal:
     def load_row(self, cache: KeyValueCache, row: int, saved: list[torch.Tensor], tokens: int) -> None:
         for store, kept in zip((cache.keys_LBGTD, cache.values_LBGTD), saved):
             store[:, row, :, :tokens] = kept[:, :, :tokens]
-        self._empty(cache, row, tokens)
+        self.free_row(cache, row, tokens)
 
 
 def rows_that_fit(device: torch.device, row_bytes: int, share: float) -> int:
@@ -94,12 +89,10 @@ def rows_that_fit(device: torch.device, row_bytes: int, share: float) -> int:
     room = int(min(share * whole - weights, free))
     if room < row_bytes:
         gib = [f"{size / 2**30:.2f} GiB" for size in (row_bytes, max(room, 0), weights, whole)]
-        raise Refused(
-            "the cache of one sequence does not fit into the GPU's memory",
-            where=str(device),
-            why="it takes {}; {} are left beside {} of weights, of {}".format(*gib),
-            fix="give a shorter --context, or a larger share with --gpu-memory",
-        )
+        what = "the cache of one sequence does not fit into the GPU's memory"
+        why = "it takes {}; {} are left beside {} of weights, of {}".format(*gib)
+        fix = "give a shorter --context, or a larger share with --gpu-memory"
+        raise Refused(what, where=str(device), why=why, fix=fix)
     return room // row_bytes
 
 

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from ...core.errors import Failed, WrongUse, extra
 from ...data.tokenizer import Tokenizer
-from ..runtimes.sampler import Chooser
-from ..runtimes.sampling import GREEDY, SEEDS, Sampling
+from ..runtimes.sampling import GREEDY, SEEDS, Chooser, Sampling
 
 NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
 REPLACEMENT = "\ufffd"

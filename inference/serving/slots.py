@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core.backend import CausalBackend, Span, library
 from ...core.errors import Failed
-from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabilities
+from ..runtimes.sampling import Chooser, Probabilities, beside, choose, probabilities
 from .generation import Guide, Job, Sequence, TextDelta, TextStream, Token
 
 LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing

@@ -10,7 +10,7 @@ from throughline.inference.graphs.graph_options import PLAIN, GraphOptions
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph
 from throughline.inference.runtimes.backends import run_graph
-from throughline.inference.runtimes.loaded import Loaded
+from throughline.inference.runtimes.source import Loaded
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 

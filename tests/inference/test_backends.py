@@ -10,8 +10,8 @@ import torch
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.runtimes.devices import pick_device, pick_dtype
 from throughline.inference.runtimes.onnx_session import TENSORRT, open_session, profile_of, providers_of
+from throughline.inference.runtimes.source import pick_device, pick_dtype
 
 
 @pytest.mark.parametrize("fixture", ["gpt_dir", "gpt_onnx", "bert_dir", "bert_onnx"])

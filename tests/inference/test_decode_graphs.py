@@ -13,7 +13,7 @@ from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.runtimes import torch_backend
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.runtimes.cuda_graphs import DecodeGraphs
+from throughline.inference.runtimes.packed import DecodeGraphs
 from throughline.inference.runtimes.torch_backend import TorchCausal, rows_that_fit
 from throughline.models import attention_cuda
 from throughline.models.config import GPTConfig

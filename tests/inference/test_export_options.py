@@ -14,7 +14,7 @@ from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused
 from throughline.data.tokenizer import Tokenizer, copy_chat
 from throughline.inference.exports import export, export_engine, gguf_export, handover, triton
-from throughline.inference.graphs import calibration
+from throughline.inference.graphs import real_text as calibration
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import find_model, open_model
 from throughline.inference.serving.chat import ChatTemplate
@@ -214,7 +214,7 @@ def test_a_large_model_leaves_in_several_files(
 def test_tokenizers_that_llama_cpp_reads_otherwise(bert_dir: Path, tmp_path: Path) -> None:
     """Case is lost there, so a cased WordPiece is refused; before, ids of text differed and nothing said so."""
     pytest.importorskip("gguf")
-    from throughline.inference.exports.gguf_writer import _vocabulary
+    from throughline.inference.exports.gguf_export import _vocabulary
 
     tokenizer = Tokenizer.load(bert_dir / "tokenizer.json")
     normalizer = {

@@ -16,8 +16,7 @@ from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.exports.export import Judging
-from throughline.inference.exports.gguf_export import export_gguf
-from throughline.inference.exports.gguf_writer import architecture_of
+from throughline.inference.exports.gguf_export import architecture_of, export_gguf
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.serving.slots import answer
 from throughline.models.config import BERTConfig, GPTConfig

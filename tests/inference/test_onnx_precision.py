@@ -13,10 +13,8 @@ from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.graph_probe import check_fusion, first_bad_node, probe
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph
-from throughline.inference.graphs.onnx_products import BLOCK, int8_by_output, pack_blocks
-from throughline.inference.graphs.onnx_writer import Graph
-from throughline.inference.graphs.parity import BOUNDS, compare, require
-from throughline.inference.graphs.reference import OptimumCausal, reference_of
+from throughline.inference.graphs.onnx_writer import BLOCK, Graph, int8_by_output, pack_blocks
+from throughline.inference.graphs.parity import BOUNDS, OptimumCausal, compare, reference_of, require
 from throughline.inference.runtimes.backends import Loaded
 from throughline.models.bert import Head
 from throughline.models.config import GPTConfig

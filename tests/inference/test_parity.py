@@ -21,10 +21,10 @@ import sys
 from pathlib import Path
 from throughline.core.artifact import Input
 from throughline.inference.runtimes.backends import run_graph
-from throughline.inference.runtimes.loaded import Loaded
+from throughline.inference.runtimes.source import Loaded
 from throughline.inference.exports.export import write_graph
 from throughline.inference.graphs.parity import compare
-from throughline.inference.graphs.reference import reference_of
+from throughline.inference.graphs.parity import reference_of
 from throughline.models.config import GPTConfig
 from throughline.models.init import build
 

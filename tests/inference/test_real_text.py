@@ -12,11 +12,18 @@ from throughline.core.artifact import Input, read_manifest, verify_artifact
 from throughline.core.backend import Limits, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.exports.export import Judging, export_onnx
-from throughline.inference.graphs.calibration import best_clip, calibrate, read_calibration, write_calibration
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.onnx_products import INT8_MAX
+from throughline.inference.graphs.onnx_writer import INT8_MAX
 from throughline.inference.graphs.parity import BOUNDS, Bounds
-from throughline.inference.graphs.real_text import allowed_disagreements, compare_on_text, read_rows
+from throughline.inference.graphs.real_text import (
+    allowed_disagreements,
+    best_clip,
+    calibrate,
+    compare_on_text,
+    read_calibration,
+    read_rows,
+    write_calibration,
+)
 from throughline.inference.runtimes.backends import Loaded, open_backend
 from throughline.inference.runtimes.source import open_model
 

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 from throughline.core.hardware import chips
-from throughline.inference.runtimes.bench import latency_page, verdicts
-from throughline.inference.runtimes.roofline import floor_ms, reported
+from throughline.inference.runtimes.bench import floor_ms, latency_page, reported, verdicts
 from throughline.models.config import preset
 
 

@@ -7,8 +7,15 @@ import pytest
 import torch
 from throughline.core.backend import log_softmax
 from throughline.core.errors import WrongUse
-from throughline.inference.runtimes.sampler import Chooser, choose, filtered, penalised, probabilities
-from throughline.inference.runtimes.sampling import GREEDY, Sampling
+from throughline.inference.runtimes.sampling import (
+    GREEDY,
+    Chooser,
+    Sampling,
+    choose,
+    filtered,
+    penalised,
+    probabilities,
+)
 
 NO_IDS = np.zeros(0, np.int64)
 

@@ -15,19 +15,21 @@ from throughline.core.artifact import Input, read_manifest, verify_artifact
 from throughline.core.backend import Span
 from throughline.core.errors import Failed, MissingExtra, Refused, WrongUse
 from throughline.inference.exports import export_engine as module
-from throughline.inference.exports.engine_report import kernels_of_inspector, type_of_layer
 from throughline.inference.exports.export import Judging, write_graph
-from throughline.inference.exports.export_engine import export_engine
-from throughline.inference.exports.tensorrt_build import Profile, buckets, build_engine
+from throughline.inference.exports.export_engine import (
+    Profile,
+    buckets,
+    build_engine,
+    export_engine,
+    kernels_of_inspector,
+    type_of_layer,
+)
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.parity import BOUNDS, compare, require, sweep
-from throughline.inference.graphs.reference import reference_of
+from throughline.inference.graphs.parity import BOUNDS, compare, reference_of, require, sweep
 from throughline.inference.runtimes import tensorrt_backend as backend_module
 from throughline.inference.runtimes.backends import on_engine, open_backend
-from throughline.inference.runtimes.loaded import Loaded
-from throughline.inference.runtimes.source import open_model
-from throughline.inference.runtimes.tensorrt_backend import EngineSession
-from throughline.inference.runtimes.tensorrt_library import check_engine, load_library
+from throughline.inference.runtimes.source import Loaded, open_model
+from throughline.inference.runtimes.tensorrt_backend import EngineSession, check_engine, load_library
 from throughline.inference.serving.encoding import Encoding, embed
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build

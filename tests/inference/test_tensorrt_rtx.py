@@ -8,13 +8,17 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from throughline.inference.exports.engine_report import engine_facts, kernels_of_log
-from throughline.inference.exports.export_engine import export_engine
-from throughline.inference.exports.tensorrt_build import Profile, build_engine
+from throughline.inference.exports.export_engine import (
+    Profile,
+    build_engine,
+    engine_facts,
+    export_engine,
+    kernels_of_log,
+)
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph
-from throughline.inference.runtimes.tensorrt_library import load_library
+from throughline.inference.runtimes.tensorrt_backend import load_library
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
