@@ -7,13 +7,11 @@ data parallelism beside tensor 8 has an eighth of the node's network, data paral
 """
 
 import functools
-from typing import Any
 
 import numpy as np
 
 from .hardware import Cluster
-
-Number = Any
+from .work import Number
 
 
 def group_bandwidth(cluster: Cluster, ranks: Number, stride: Number, one_adapter: bool = False) -> Number:

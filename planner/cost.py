@@ -5,7 +5,6 @@ Everything is arithmetic on numbers or arrays, so one call prices one layout or 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from .traffic import (
 )
 from .work import (
     Layouts,
+    Number,
     Work,
     copies_of_experts,
     has_experts,
@@ -35,8 +35,6 @@ from .work import (
     micro_batches,
     owned_parameters,
 )
-
-Number = Any
 
 
 def step_time(work: Work, layouts: Layouts, cluster: Cluster, software: Software) -> dict[str, Number]:

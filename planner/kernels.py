@@ -1,24 +1,22 @@
 """The kernels of a model: one list with FLOPs, bytes and what is kept for backward, for time, memory and profiler.
 
-Every size may be a number or an array over candidate layouts: nothing here branches on them. B rows of a
-micro-batch, S length, W width, F feed-forward width, A heads of D, T tensor degree, C context degree.
-Sources: GEMM shapes, Shoeybi et al. 2019 (section 3); bytes kept, Korthikanti et al. 2022 (section 4.1);
-flash attention, Dao et al. 2022 (backward does five products for the forward's two).
+Every size may be a number or an array over candidate layouts: nothing here branches on them. Sources: GEMM shapes,
+Shoeybi et al. 2019 (section 3); bytes kept, Korthikanti et al. 2022 (section 4.1); flash attention, Dao et al. 2022
+(backward does five products for the forward's two).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .software import Software
-from .work import Layouts, Work, has_experts
+from .work import Layouts, Number, Work, has_experts
 
 Kind = Literal["product", "attention", "memory"]
 Phase = Literal["forward", "backward"]
-Number = Any  # float, or an array of them
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,7 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
     """One transformer layer, forward and backward, without recomputation."""
     size, tokens, width = software.precision.activation, share.tokens, config.width
     mlp = (width_of_feed_forward(config) - routed_width(config)) / share.tensor
-    fed = 1 + (
-        mlp > 0
-    )  # rows of the model's width go into attention, and into a feed-forward that is not routed
+    fed = 1 + (mlp > 0)  # rows of the model's width: into attention, and a feed-forward that is not routed
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
     return [
@@ -115,9 +111,7 @@ def routed_width(config: ModelConfig) -> float:
 
 
 def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int) -> Iterator[Kernel]:
-    """The matrices of the mean layer's feed-forward, and what experts do besides: the router, and the rows sorted by
-    expert and put back.
-    """
+    """Of the mean layer, with what experts do besides: the router, and the rows sorted by expert and put back."""
     size, mixed = software.precision.activation, has_experts(config)
     tokens, width = share.tokens, config.width
 
@@ -200,12 +194,11 @@ def attention(config: ModelConfig, share: Share, software: Software) -> Iterator
 
 
 def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
-    """Norms, residuals and dropout (on whole rows, divided under sequence parallelism), and what is divided in
-    any case: bias, activation, the transposes around attention.
+    """Norms, residuals and dropout (on whole rows, divided under sequence parallelism), and what is divided in any case:
+    bias, activation, the transposes around attention.
 
-    Bytes of a token and unit of width in two-byte numbers, counted kernel by kernel. Fused: two norms (8),
-    twice bias + dropout + residual (14, of which the masks are 2); backward 20 and 14. Apart: a bias 4, dropout 5,
-    residual 6 each. What a model has no bias or dropout for is not there.
+    Bytes of a token and unit of width in two-byte numbers, counted kernel by kernel. Fused: two norms (8), twice bias +
+    dropout + residual (14, of which the masks are 2); backward 20 and 14. Apart: a bias 4, dropout 5, residual 6 each.
     """
     scale, tokens, width = software.precision.activation / 2, share.tokens, config.width
     stream = software.precision.stream / 2
@@ -222,8 +215,7 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
         acted = (4 + 4 * bias, 6 + 4 * bias)
     if not activation:
         acted = (22 + 4 * bias, 30 + 4 * bias)
-    phases: tuple[Phase, ...] = ("forward", "backward")
-    for phase, norm, row, act in zip(phases, norms, rows, acted, strict=True):
+    for phase, norm, row, act in zip(get_args(Phase), norms, rows, acted, strict=True):
         bytes_ = norm * stream * tokens * width / whole
         yield Kernel("norms, dropout, residual", phase, "memory", 0, bytes_, 1, kernels)
         bytes_ = (row + act * ratio) * scale * tokens * width / share.tensor
@@ -233,10 +225,12 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
 def head_kernels(config: ModelConfig, share: Share, software: Software, targets: Number) -> list[Kernel]:
     """Everything after the last layer: logits and loss of `targets` positions, and BERT's transform."""
     size = software.precision.activation
-    kernels = [*linear("logits", targets, config.width, config.vocab_size / share.tensor, size)]
     entries = targets * config.vocab_size / share.tensor
-    kernels += [Kernel("loss", "forward", "memory", 0, 10.0 * entries, 1, 4)]
-    kernels += [Kernel("loss", "backward", "memory", 0, 8.0 * entries, 1, 3)]
+    kernels = [
+        *linear("logits", targets, config.width, config.vocab_size / share.tensor, size),
+        Kernel("loss", "forward", "memory", 0, 10.0 * entries, 1, 4),
+        Kernel("loss", "backward", "memory", 0, 8.0 * entries, 1, 3),
+    ]
     if isinstance(config, BERTConfig) and config.mlm_transform:
         kernels += linear("masked-token transform", targets, config.width, config.width, size)
     return kernels
@@ -261,21 +255,19 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     # our graphs keep what was gathered for products
     rows_stay = not software.layer_sums and not software.on_host
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
-    scores = share.rows * config.heads / share.tensor * share.length * share.length / share.context
     # rows in the order of their experts, and their answers
-    routed = has_experts(config) * config.experts_per_token if isinstance(config, GPTConfig) else 0.0
+    routed = has_experts(config) * getattr(config, "experts_per_token", 0)
+    mlp = width_of_feed_forward(config) * (3.0 if config.gated else 2.0) + 2 * routed * width
     terms = {
         "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
         "norm outputs": 2.0 * size * tokens * width / (1 if rows_stay else whole),
         "query, key, value": 1.0 * size * tokens * (heads + 2 * keys) * config.head_size,
         "attention output": 1.0 * size * tokens * heads * config.head_size,
-        "feed-forward": size
-        * tokens
-        / share.tensor
-        * (width_of_feed_forward(config) * (3.0 if config.gated else 2.0) + 2 * routed * width),
+        "feed-forward": size * tokens / share.tensor * mlp,
         "scores": 0.0 * tokens,
         "dropout masks": (2.0 if software.dropout else 0.0) * tokens * width / whole,
     }
     if not software.fused_attention and config.attention_pattern is None:
+        scores = share.rows * config.heads / share.tensor * share.length * share.length / share.context
         terms["scores"] = (2.0 * size + 1 if software.dropout else 1.0 * size) * scores
     return terms

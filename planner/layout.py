@@ -32,7 +32,7 @@ ZERO_BUBBLE = ("zero-bubble-v", "interleaved-zero-bubble")
 
 @dataclass(frozen=True)
 class LayoutProblem:
-    """One thing wrong with a layout: the field of `[parallel]` (or of `[train]`), what is wrong, and a fix."""
+    """The field of `[parallel]` (or of `[train]`), what is wrong with it, and a fix."""
 
     field: str
     text: str
@@ -71,9 +71,7 @@ class Layout:
         return 1 if self.sharding == "replicated" else self.data // self.replicas * self.context
 
     def facts(self) -> dict[str, Any]:
-        """The layout for a checkpoint's state and for comparing two: its world and what differs from one
-        process.
-        """
+        """Its world and what differs from one process, for a checkpoint's state and for comparing two."""
         fields = {
             field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)
         }
@@ -111,9 +109,7 @@ class Layout:
         return [pipeline_rank + turn * self.pipeline for turn in range(self.stages_per_process)]
 
     def layers_of(self, stage: int, layers: int) -> range:
-        """The layers of a stage; without a given split the first stages take what is left over (the last one
-        has the head).
-        """
+        """Without a given split the first stages take what is left over (the last one has the head)."""
         base, extra = divmod(layers, self.stages)
         split = self.layers_per_stage or tuple(base + (index < extra) for index in range(self.stages))
         start = sum(split[:stage])
@@ -126,12 +122,8 @@ def divisors(count: int) -> list[int]:
     return sorted({*small, *(count // n for n in small)})
 
 
-Allowed = Callable[[Layout, int], bool]  # of a layout and the rows of its micro-batches
-
-
-def anything(layout: Layout, micro_rows: int) -> bool:
-    """No more is asked of a layout than that it fits the model and the batch."""
-    return True
+# of a layout and the rows of its micro-batches: whether the rest of a recipe, such as its optimizer, can be had in it
+Allowed = Callable[[Layout, int], bool]
 
 
 def layout_problems(
@@ -199,11 +191,7 @@ def _context_rules(layout: Layout, config: ModelConfig, sequence_length: int) ->
     text = "no kernel merges parts of a row under an attention_softcap"
     yield getattr(config, "attention_softcap", 0), "context", text, "context = 1"
     text = "the relative position bias needs whole sequences"
-    yield _is_relative(config), "context", text, "context = 1, or relative_buckets = 0"
-
-
-def _is_relative(config: ModelConfig) -> bool:
-    return isinstance(config, BERTConfig) and config.relative_buckets > 0
+    yield getattr(config, "relative_buckets", 0), "context", text, "context = 1, or relative_buckets = 0"
 
 
 def _data_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[Rule]:
@@ -254,7 +242,7 @@ def _pipeline_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:
         text = f"{list(split)} has a stage of {min(split)} layers"
         yield min(split) < 1, "layers_per_stage", text, "at least 1 in each"
     text = "the relative position bias is shared by all layers"
-    yield _is_relative(config), "pipeline", text, "pipeline = 1, or relative_buckets = 0"
+    yield getattr(config, "relative_buckets", 0), "pipeline", text, "pipeline = 1, or relative_buckets = 0"
     # the split backward of torch 2.13 frees gathered weights before their gradient is taken: gradients would be lost
     # silently
     text = f"full with {schedule}: weights freed after each forward lose gradients of the split backward"
@@ -281,11 +269,8 @@ def _micro_batch_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[R
 
 
 def default_micro_rows(layout: Layout, rows: int) -> int:
-    """Rows that one process computes at once when the recipe does not say: all of its own, or a pipeline's
-    worth.
-
-    A pipeline gets four micro-batches per stage where the rows allow: a bubble of at most a fifth (Narayanan
-    et al. 2021, section 2.2).
+    """Rows that one process computes at once when the recipe does not say: all of its own; in a pipeline four
+    micro-batches per stage where the rows allow, a bubble of at most a fifth (Narayanan et al. 2021, section 2.2).
     """
     own = max(rows // layout.data, 1)
     if layout.pipeline == 1:
@@ -301,7 +286,7 @@ def require_world(
     sequence_length: int,
     rows: int,
     micro_rows: int,
-    allowed: Allowed = anything,
+    allowed: Allowed = lambda layout, micro_rows: True,
 ) -> None:
     """Raise WrongUse, with the nearest legal layouts, when the running processes are not those of the layout."""
     if layout.world == world:
@@ -335,19 +320,17 @@ def nearest_layouts(
     sequence_length: int,
     rows: int,
     micro_rows: int,
-    allowed: Allowed = anything,
+    allowed: Allowed = lambda layout, micro_rows: True,
     count: int = 3,
 ) -> list[Layout]:
-    """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one
-    axis is one step).
-
-    Rows of a micro-batch that are this layout's usual ones become the other layout's usual ones. `allowed`
-    tells of a layout and its rows of a micro-batch whether the rest of the recipe, such as its optimizer, can
-    be had in it.
+    """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one axis is one
+    step), that are `allowed` too. A micro-batch of this layout's usual rows gets the other layout's usual ones.
     """
     found, usual = [], micro_rows == default_micro_rows(layout, rows)
-    for tensor, context, pipeline in _three_factors(world):
-        data = world // (tensor * context * pipeline)
+    for tensor, context, pipeline in itertools.product(divisors(world), repeat=3):
+        data, odd = divmod(world, tensor * context * pipeline)
+        if odd:
+            continue
         near = dataclasses.replace(layout, data=data, tensor=tensor, pipeline=pipeline, context=context)
         near = dataclasses.replace(
             near,
@@ -362,10 +345,3 @@ def nearest_layouts(
             # between equally near layouts the cheaper axis grows first: data, then pipeline, tensor and context
             found.append((distance, abs(tensor - layout.tensor), context, tensor, pipeline, near))
     return [near for *_, near in sorted(found, key=lambda item: item[:-1])[:count]]
-
-
-def _three_factors(world: int) -> Iterator[tuple[int, int, int]]:
-    found = divisors(world)
-    for first, second in itertools.product(found, repeat=2):
-        rest, odd = divmod(world, first * second)
-        yield from ((first, second, third) for third in found if not odd and rest % third == 0)

@@ -25,12 +25,9 @@ def layout_report(
     config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str
 ) -> tuple[dict[str, Any], list[str]]:
     """A layout for a script and for a person: what each process holds and sends in a step."""
-    held_names = ("weights", "gradients", "host" if batch.halves else "optimizer")
-    degrees = range(layout.pipeline), range(layout.tensor), range(layout.shards)
-    processes = []  # those that hold different parts
-    for pipeline, tensor, shard in itertools.product(*degrees):
-        place = Coordinates(pipeline, tensor, 0, shard)
-        processes.append(dataclasses.asdict(place) | held_bytes(config, layout, batch, optimizer, place))
+    degrees = range(layout.pipeline), range(layout.tensor), range(1), range(layout.shards)
+    places = [Coordinates(*ranks) for ranks in itertools.product(*degrees)]  # those that hold different parts
+    processes = [vars(place) | held_bytes(config, layout, batch, optimizer, place) for place in places]
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts: dict[str, Any] = {
         "layout": layout.facts(),
@@ -38,11 +35,7 @@ def layout_report(
         "parameters": config.parameter_count(),
         "processes": processes,
         "placements": {name: _over_tensor(name, config, layout) for name in parameter_shapes(config)},
-        "traffic": [
-            {"pipeline": rank} | dataclasses.asdict(entry)
-            for rank, entries in sent.items()
-            for entry in entries
-        ],
+        "traffic": [{"pipeline": rank} | vars(entry) for rank, entries in sent.items() for entry in entries],
     }
     if layout.pipeline > 1:
         order = pipeline_actions(layout, batch.micro_batches)
@@ -50,14 +43,11 @@ def layout_report(
     lines = [f"{layout.product()}: {layout.describe()}", f"{config.parameter_count():,} parameters", ""]
     lines += table(("parameter", "shape", "over tensor", "stage"), _placement_rows(config, layout))
     lines += ["", "held in a step by one process of each place; its copies hold as much"]
-    header = ("pipeline", "tensor", "shard", "parameters", *held_names)
-    lines += table(
-        header,
-        [
-            [row[name] if name in header[:4] else amount(row[name], "B") for name in header]
-            for row in processes
-        ],
-    )
+    counted, sized = ("pipeline", "tensor", "shard", "parameters"), list(processes[0])[-3:]
+    cells = [
+        [row[name] for name in counted] + [amount(row[name], "B") for name in sized] for row in processes
+    ]
+    lines += table((*counted, *sized), cells)
     warm = "" if batch.scheme == "none" else ", after the warm-up of compression"
     lines += ["", f"sent by one process in a step{warm}"]
     rows = [
@@ -108,10 +98,9 @@ def _placement_rows(config: ModelConfig, layout: Layout) -> list[tuple[str, str,
     for name, shape in parameter_shapes(config).items():
         if name.startswith("blocks.") and not name.startswith("blocks.0."):
             continue
-        if name.startswith("blocks."):
-            shown, where = name.replace("blocks.0.", "blocks.*."), "its layer's"
-        else:
+        shown, where = name.replace("blocks.0.", "blocks.*."), "its layer's"
+        if shown == name:
             stages = [stage for stage in range(layout.stages) if stage_holds(name, stage, config, layout)]
-            shown, where = name, ", ".join(map(str, stages))
+            where = ", ".join(map(str, stages))
         rows.append((shown, " x ".join(map(str, shape)), _over_tensor(name, config, layout), where))
     return rows

@@ -5,6 +5,7 @@ Korthikanti et al. 2022 (sections 4 and 5). The peak is the worst moment, not th
 end of a forward, the gathered weights of a layer while it computes, the update's buffers when activations are gone.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,17 @@ from ..models.config import ModelConfig
 from .cost import targets
 from .kernels import kept_bytes, share_of
 from .software import Precision, Software
-from .work import Layouts, Work, held_parameters, layer_parameters, layers_on, micro_batches, owned_parameters
+from .work import (
+    Layouts,
+    Number,
+    Work,
+    held_parameters,
+    layer_parameters,
+    layers_on,
+    micro_batches,
+    owned_parameters,
+)
 
-Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
 HEAP_HOLES = 0.3  # on a processor: of activations and logits, held by the kept heap and of no use
 KEPT = (
@@ -43,17 +52,14 @@ IN_A_STEP = ("loss", "backward of a layer", "update")
 
 
 def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[str, Number]:
-    """Bytes kept by one layer of one micro-batch, by term, after recomputation has been decided.
-
-    Selective keeps all but the attention core (scores); full keeps the layer's input, which sequence parallelism
-    divides.
+    """Bytes kept by one layer of one micro-batch, by term. Selective recomputation keeps all but the attention core
+    (scores); full keeps the layer's input, which sequence parallelism divides.
     """
     share = share_of(work, layouts)
     kept = kept_bytes(work.config, share, software)
     full, selective = layouts.recompute == 2, layouts.recompute == 1
-    if (
-        software.saves_products
-    ):  # of a layer its input, the attention's result and this share of the products' results
+    # of a layer its input, the attention's result and this share of the products' results
+    if software.saves_products:
         results = kept["query, key, value"] + kept["feed-forward"] + kept["norm outputs"]
         lean = dict.fromkeys(kept, 0.0) | {
             "norm inputs": kept["norm inputs"] / 2,
@@ -120,9 +126,7 @@ def state_terms(
 
 def layer_at_work(work: Work, layouts: Layouts, software: Software) -> Number:
     """Bytes that a layer makes anew in its backward: all it keeps, or in selective recomputation its scores."""
-    none = Layouts(
-        layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows, expert=layouts.expert
-    )
+    none = dataclasses.replace(layouts, recompute=0)
     kept, number = activation_bytes(work, none, software), software.precision.activation
     again = np.where(layouts.recompute == 2, sum(kept.values()), 0.0)
     again = again + np.where(layouts.recompute == 1, kept["scores"], 0.0)

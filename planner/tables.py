@@ -1,8 +1,8 @@
 """A layout as data: which part of which parameter every process holds.
 
-Tensor parallelism is a table from parameter names to dims; data sharding cuts what is left on dim 0 (as
-`fully_shard` does); the pipeline decides by layer. So every process holds a box of each of its parameters:
-start and size on every dim. Building, initial values, checkpoints and `--show-layout` read the same boxes.
+Tensor parallelism is a table from parameter names to dims; data sharding cuts what is left on dim 0 (as `fully_shard`
+does); the pipeline decides by layer. So every process holds a box of each of its parameters: start and size on every
+dim. Building, initial values, checkpoints and `--show-layout` read the same boxes.
 """
 
 import functools
@@ -22,9 +22,8 @@ SIGNS_PER_SCALE = 2048
 # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
 SKETCH = 1024
 
-# How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is
-# partial (each process saw its part of the sequence, or used it for its own heads) or complete (each computed
-# the same).
+# How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is partial
+# (each process saw its part of the sequence, or used it for its own heads) or complete (each computed the same).
 Placement = Literal[0, 1, "partial", "same"]
 
 TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
@@ -52,8 +51,8 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
 
 
 def tensor_placement(name: str, config: ModelConfig) -> Placement:
-    """How the parameter of this name lies over the tensor axis. The one key head of multi-query attention
-    serves all processes, and its norm with it; a norm over all heads is cut with them.
+    """The one key head of multi-query attention serves all processes, and its norm with it; a norm over all heads is
+    cut with them.
     """
     if config.key_value_heads == 1 and (".attention.kv." in name or ".k_norm." in name):
         return "partial"
@@ -93,17 +92,13 @@ class Box:
 
 
 def even_part(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, size) of part `index` when `length` is cut as evenly as possible; no part is empty while length
-    >= parts.
-    """
+    """(start, size) of part `index` when `length` is cut as evenly as possible."""
     base, extra = divmod(length, parts)
     return index * base + min(index, extra), base + (index < extra)
 
 
 def sharded_part(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, size) of part `index` as `fully_shard` cuts dim 0: equal rounded-up parts, the last ones short
-    or empty.
-    """
+    """(start, size) of part `index` as `fully_shard` cuts dim 0: equal rounded-up parts, the last short or empty."""
     size = -(-length // parts)
     start = min(index * size, length)
     return start, min(size, length - start)
@@ -119,22 +114,19 @@ def tensor_box(name: str, shape: tuple[int, ...], config: ModelConfig, parts: in
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What one process holds of one parameter. Copies of a tied table on two stages are two specs of one
-    name.
-    """
+    """What one process holds of one parameter; a tied table on two stages is two specs of one name."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     box: Box
     stage: int
     placement: Placement
-    # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
-    primary: bool
+    primary: bool  # of all that hold this box, the copy that counts in the norm and goes into a checkpoint
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Coordinates of a process: its rank on every axis, and on the two halves of the gradient axis."""
+    """The ranks of a process, on the two halves of the gradient axis too."""
 
     pipeline: int = 0
     tensor: int = 0
@@ -295,9 +287,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def _expert_rank(layout: Layout, index: int) -> tuple[int, int]:
-    """Of a process among those of data and context: its rank on the expert axis, which lies between them, and among
-    those that hold equal experts.
-    """
+    """Of a process among those of data and context: its rank on the expert axis between them, and among its copies."""
     data, context = divmod(index, layout.context)
     return data % layout.expert, data // layout.expert * layout.context + context
 
@@ -323,11 +313,7 @@ def optimizer_numbers(optimizer: str, name: str, size: Sequence[int]) -> int:
 
 
 def low_rank_pays(shape: Sequence[int], rank: int) -> bool:
-    """Whether a gradient of this shape, as a matrix of its first dim and the rest, is larger than its two
-    factors (PowerSGD).
-    """
-    if len(shape) < 2:
-        return False
+    """Whether a gradient, as a matrix of its first dim and the rest, is larger than its two factors (PowerSGD)."""
     rows, columns = shape[0], math.prod(shape[1:])
     return (rows + columns) * rank < rows * columns
 

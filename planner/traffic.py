@@ -1,21 +1,21 @@
-"""The collectives of one step of a layout with their bytes, and the parameters that a process holds.
+"""The collectives of one step of a layout with their bytes.
 
-Counted from the same tables that build the model, without building it. Bytes of a collective are those of its
-whole result: gathered, before scattering, or reduced; of a point-to-point one, those sent. What a micro-batch sends
-is said for numbers and for arrays of layouts, so that the time model prices what is printed and what sockets carry.
+Counted from the same tables that build the model, without building it. Bytes of a collective are those of its whole
+result: gathered, before scattering, or reduced; of a point-to-point one, those sent. What a micro-batch sends is said
+for numbers and for arrays of layouts, so that the time model prices what is printed and what sockets carry.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from ..models.config import BERTConfig, GPTConfig, ModelConfig
+from ..models.config import BERTConfig, ModelConfig
 from .layout import Layout
 from .software import Precision, Software, find_software
 from .tables import (
@@ -31,9 +31,7 @@ from .tables import (
     low_rank_pays,
     shard_specs,
 )
-from .work import SHARDINGS, has_experts
-
-Number = Any  # of one layout, or an array over many
+from .work import SHARDINGS, Number, has_experts
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,10 @@ class StepShape:
 
     @property
     def software(self) -> Software:
-        """Ours, in this precision."""
         return find_software("throughline", self.precision)
 
     @property
     def numbers(self) -> Precision:
-        """Bytes of a number in each role."""
         return self.software.precision
 
     @property
@@ -97,12 +93,8 @@ def traffic(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank
     Left out are the few numbers of losses, counts and the norm, and that a zero-bubble schedule gathers the
     gradients of row-cut matrices again for each backward that it splits.
     """
-    found = [
-        *_tensor_traffic(config, layout, batch, pipeline_rank),
-        *_row_traffic(config, layout, batch, pipeline_rank),
-        *_pipeline_traffic(config, layout, batch, pipeline_rank),
-        *_data_traffic(config, layout, batch, pipeline_rank),
-    ]
+    axes = _tensor_traffic, _row_traffic, _pipeline_traffic, _data_traffic
+    found = itertools.chain.from_iterable(axis(config, layout, batch, pipeline_rank) for axis in axes)
     return [entry for entry in found if entry.calls]
 
 
@@ -219,10 +211,8 @@ def expert_sends(
     micro-batch: rows there and answers back, as often in backward, and in a forward that is repeated. Each tensor rank
     sends the rows of its part of the sequence, to every expert of a token once.
     """
-    if not isinstance(config, GPTConfig) or not config.experts:
-        return 0.0, 0.0
-    calls = has_experts(config) * (4 + 2 * again)
-    return calls, calls * tokens / tensor * config.experts_per_token * config.width * numbers.sent
+    calls, copies = has_experts(config) * (4 + 2 * again), getattr(config, "experts_per_token", 0)
+    return calls, calls * tokens / tensor * copies * config.width * numbers.sent
 
 
 def _row_traffic(

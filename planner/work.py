@@ -10,7 +10,7 @@ from ..models.config import GPTConfig, ModelConfig
 from .layout import Layout, Sharding
 from .software import Software
 
-Number = Any
+Number = Any  # of one layout, or an array over many
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 RECOMPUTES = ("none", "selective", "full")
 
