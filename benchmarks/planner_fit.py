@@ -12,9 +12,8 @@ import json
 from dataclasses import asdict, fields, replace
 
 import numpy as np
-from throughline.core.hardware import Chip
 from throughline.models.config import ModelConfig, preset
-from throughline.planner.hardware import FITTED, Constants, find_cluster
+from throughline.planner.hardware import FITTED, Cluster, Constants, find_cluster
 from throughline.planner.serve import FITTED as SERVE
 from throughline.planner.serve import ServeConstants, forward_seconds
 from throughline.prove.validate import (
@@ -32,11 +31,11 @@ OF_EXPERTS = ("expert_fraction", "expert_issue_s", "expert_overlap")  # fitted o
 PULL = 0.05  # weight of one doubling of a constant against one table
 
 
-def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:
-    """Chip, model, length, batch, precision and seconds of every published engine latency."""
+def published_latencies() -> list[tuple[Cluster, ModelConfig, int, int, str, float]]:
+    """Machine, model, length, batch, precision and seconds of every published engine latency."""
     return [
         (
-            find_cluster(row["on"]).chip,
+            find_cluster(row["on"]),
             preset(row["model"]),
             row["length"],
             batch,
@@ -53,9 +52,9 @@ def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]
 def latency_errors(constants: ServeConstants = SERVE) -> dict[str, list[float]]:
     """Relative errors of every published latency, by chip."""
     errors: dict[str, list[float]] = {}
-    for chip, config, length, batch, precision, seconds in published_latencies():
-        predicted = forward_seconds(config, chip, batch, length, length, precision, constants)
-        errors.setdefault(chip.key, []).append(predicted / seconds - 1)
+    for cluster, config, length, batch, precision, seconds in published_latencies():
+        predicted = forward_seconds(config, cluster, batch, length, length, precision, constants)
+        errors.setdefault(cluster.chip.key, []).append(predicted / seconds - 1)
     return errors
 
 
@@ -89,14 +88,14 @@ def fit_serve(rows: list) -> ServeConstants:
     """The constants of `plan serve` on these latencies, every chip with the same weight."""
     from scipy.optimize import least_squares
 
-    counts = collections.Counter(chip.key for chip, *_ in rows)
-    weights = np.array([counts[chip.key] ** -0.5 for chip, *_ in rows])
+    counts = collections.Counter(on.chip.key for on, *_ in rows)
+    weights = np.array([counts[on.chip.key] ** -0.5 for on, *_ in rows])
     names = [field.name for field in fields(ServeConstants)]
     start = np.log([getattr(SERVE, name) for name in names])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         constants = ServeConstants(**dict(zip(names, np.exp(logs))))
-        predicted = [forward_seconds(c, chip, b, n, n, p, constants) for chip, c, n, b, p, _ in rows]
+        predicted = [forward_seconds(c, on, b, n, n, p, constants) for on, c, n, b, p, _ in rows]
         errors = np.log(np.array(predicted) / [seconds for *_, seconds in rows])
         soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + (errors / 0.08) ** 2) - 1))
         return np.concatenate([weights * soft, PULL * (logs - start)])
@@ -111,8 +110,8 @@ def serve_errors() -> tuple[ServeConstants, float, dict[str, float], float]:
     shipped = fit_serve(rows)
     inside = np.median(np.abs(np.concatenate(list(latency_errors(shipped).values()))))
     outside, every = {}, []
-    for key in sorted({chip.key for chip, *_ in rows}):
-        others = fit_serve([row for row in rows if row[0].key != key])
+    for key in sorted({on.chip.key for on, *_ in rows}):
+        others = fit_serve([row for row in rows if row[0].chip.key != key])
         errors = np.abs(latency_errors(others)[key])
         outside[key] = float(np.median(errors))
         every += list(errors)

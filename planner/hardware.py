@@ -163,13 +163,11 @@ def this_machine(processes: int = 1) -> Cluster:
         return _calibrated(Cluster("here", chip, chip.name, len(here.gpus), host_memory_gib=memory))
     peak = here.cpu.cores * CORE_GFLOPS / 1e3
     tflops = {dtype: peak * (2 if dtype != "fp32" else 1) for dtype in here.cpu.dtypes if dtype != "int8"}
-    chip = Chip(
-        "cpu", here.cpu.name, memory, 10.0 * here.cpu.cores, {"bf16": peak / 2, "fp16": peak / 2} | tflops
-    )
-    found = _calibrated(
-        Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gib=memory)
-    )
-    chip, share = found.chip, 1 / processes
+    tflops = {"bf16": peak / 2, "fp16": peak / 2} | tflops
+    chip = Chip("cpu", here.cpu.name, memory, 10.0 * here.cpu.cores, tflops)
+    whole = Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gib=memory)
+    found, share = _calibrated(whole), 1 / processes
+    chip = found.chip
     part = dataclasses.replace(
         chip,
         memory_gib=chip.memory_gib * share,
@@ -213,20 +211,20 @@ def _chips(own: dict[str, dict], where: Path | None) -> dict[str, Chip]:
         rates = fields.get("tflops", {})
         merged = base | fields | {"key": key}
         merged["tflops"] = base["tflops"] | rates if isinstance(rates, dict) else rates
-        merged["match"] = tuple(merged.get("match", ()))
         known[key] = _make(Chip, merged, f"{where}: chips.{key}")
     return known
 
 
 RENAMED = {"network_gb_s": "node_network_gb_s, the bytes a second of a whole node (not of a chip)"}
 ABOVE_ZERO = ("memory_gib", "bandwidth_gb_s", "chips_per_node", "host_gb_s", "oversubscription", "achieved")
+MEASURED = ("sums", "constants")  # by `study`, and in no file of a user
 
 
 def _make(kind: type, fields: dict[str, Any], where: str):  # type: ignore[no-untyped-def]
     """The record of these fields. Raises WrongUse on a field that is unknown, missing, of another type or no number
     that a machine can have.
     """
-    known = {field.name: field for field in dataclasses.fields(kind)}
+    known = {field.name: field for field in dataclasses.fields(kind) if field.name not in MEASURED}
     for key, value in fields.items():
         if key not in known:
             fix = RENAMED.get(key) or did_you_mean(key, list(known), ", ".join(known))
@@ -245,6 +243,9 @@ def _wrong(field: dataclasses.Field, value: Any) -> str:
         rates = value.values() if isinstance(value, dict) else ()
         good = bool(rates) and all(_is_number(rate) and rate > 0 for rate in rates)
         return "" if good else "a table of TFLOP/s above 0 by dtype, { bf16 = 312 }"
+    if field.name == "match":
+        texts = isinstance(value, tuple | list) and all(isinstance(text, str) for text in value)
+        return "" if texts else "a list of texts"
     if field.type is str:
         return "" if isinstance(value, str) else "a text"
     if field.type not in (int, float):

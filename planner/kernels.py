@@ -194,7 +194,7 @@ def attention(config: ModelConfig, share: Share, software: Software) -> Iterator
 
 
 def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
-    """Norms, residuals and dropout (on whole rows, divided under sequence parallelism), and what is divided in any case:
+    """Norms, residuals and dropout (on whole rows, divided under sequence parallelism), and what is always divided:
     bias, activation, the transposes around attention.
 
     Bytes of a token and unit of width in two-byte numbers, counted kernel by kernel. Fused: two norms (8), twice bias +

@@ -9,7 +9,7 @@ from ..core.console import amount, table
 from ..models.config import GPTConfig, ModelConfig
 from .hardware import Cluster
 from .memory import MOMENTS, stage_memory
-from .run import Run, goodput, node_failures, run_facts, run_lines, saves_of
+from .run import Run, goodput, node_failures, nodes_of, run_facts, run_lines, saves_of
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
 from .work import RECOMPUTES
 
@@ -25,8 +25,7 @@ def candidate_facts(search: Search, candidate: Candidate, run: Run) -> dict[str,
     """Everything about one layout, for JSON, CSV and the page."""
     cluster, work = search.cluster, search.work
     whole = run_facts(search, candidate, run)
-    days, world = whole.get("days"), candidate.layouts.world
-    price = cluster.price_per_chip_hour * 24 * days * world if days and cluster.price_per_chip_hour else None
+    days, hourly = whole.get("days"), cluster.price_per_chip_hour * candidate.layouts.world
     return {
         "layout": candidate.describe(),
         "parallel": candidate.layout().facts(),
@@ -40,7 +39,7 @@ def candidate_facts(search: Search, candidate: Candidate, run: Run) -> dict[str,
         "needed_gib": candidate.needed_bytes / 2**30,
         "host_gib": candidate.host_bytes / 2**30,
         "days": days,
-        "cost": price,
+        "cost": hourly * 24 * days if days and hourly else None,
         "band": band(search),
         "run": whole,
         "parts": candidate.parts,
@@ -65,19 +64,15 @@ def ranked(found: Found, run: Run) -> tuple[dict[str, Any], list[str]]:
     """The table of the best layouts and one line for each neighbour of the first, as facts and as lines."""
     search, best = found.search, found.best
     rows = [candidate_facts(search, candidate, run) for candidate in best]
-    others = neighbours(search, best[0]) if best else []
+    others = neighbours(search, best[0])
     reasons = [(name, why_not(best[0], other, found.capacity)) for name, other in others]
     told = [{"step": name, "reason": reason} for name, reason in reasons]
     facts = {**search_facts(found), "layouts": rows, "neighbours": told}
-    lines = [
-        f"{asked(search)}; "
-        f"{len(found.seconds):,} legal layouts, {int(found.fits.sum()):,} fit in {amount(found.capacity, 'B')}",
-        "",
-    ]
-    lines += table(*ranked_cells(rows, search.cluster.currency))
+    legal = f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit in {amount(found.capacity, 'B')}"
+    lines = [f"{asked(search)}; {legal}", "", *table(*ranked_cells(rows, search.cluster.currency))]
     if reasons:
         lines += ["", f"beside {best[0].describe()}:", *(f"  {name:<26}{reason}" for name, reason in reasons)]
-    whole = run_lines(rows[0]["run"]) if rows else []
+    whole = run_lines(rows[0]["run"])
     lines += ["", *whole] if whole else []
     if price := price_told(search.cluster):
         lines += ["", f"price: {price}"]
@@ -92,8 +87,17 @@ def price_told(cluster: Cluster) -> str:
 
 def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], list[tuple[str, ...]]]:
     """Header and cells of the ranked table, for the terminal and for the page."""
-    wide = f"+-{rows[0]['band']:.0%}" if rows else "+-"
-    header = ["layout", "s/step", wide, "TFLOP/s", "MFU", "HFU", "GiB", "days", currency]
+    header = [
+        "layout",
+        "s/step",
+        f"+-{rows[0]['band']:.0%}",
+        "TFLOP/s",
+        "MFU",
+        "HFU",
+        "GiB",
+        "days",
+        currency,
+    ]
     return header, [
         (
             row["layout"],
@@ -158,7 +162,7 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(flat[0]) if flat else [])
+    writer = csv.DictWriter(out, list(flat[0]))
     writer.writeheader()
     writer.writerows(flat)
     return out.getvalue()
@@ -167,17 +171,8 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 def pareto_lines(points: list[tuple[int, float]], width: int = 60) -> list[str]:
     """Days against chips as bars in a terminal: one line for each number of chips that fits."""
     longest = max((days for _, days in points), default=1.0)
-    return [
-        f"{chips:>8,} chips {'#' * max(1, round(width * days / longest))} {_short(days)} days"
-        for chips, days in points
-    ]
-
-
-def halvings(found: Found) -> list[int]:
-    """Numbers of chips for the Pareto plot: that asked for, halves down to one and doubles up to eight times."""
-    world = found.search.world
-    smaller = [world >> times for times in range(1, 11) if world % (1 << times) == 0]
-    return sorted([*smaller, *(world * factor for factor in (1, 2, 4, 8))])
+    bars = [(chips, days, "#" * max(1, round(width * days / longest))) for chips, days in points]
+    return [f"{chips:>8,} chips {bar} {_short(days)} days" for chips, days, bar in bars]
 
 
 def _short(value: float | None) -> str:
@@ -188,9 +183,8 @@ def checkpoint_facts(
     search: Search, candidate: Candidate, run: Run, told_tokens: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """How often to save, with the share of time that trains at published rates of failure, and the spare nodes."""
-    facts: dict[str, Any] = {"layout": candidate.describe(), "chips": search.world}
-    facts |= run_facts(search, candidate, run)
-    nodes, saves = -(-search.world // search.cluster.chips_per_node), saves_of(search, candidate, run)
+    facts = {"layout": candidate.describe(), "chips": search.world} | run_facts(search, candidate, run)
+    nodes, saves = nodes_of(search), saves_of(search, candidate, run)
     rows, facts["rates"] = [], []
     named = {"--failures": run.failures} if run.failures else node_failures()
     for name, rate in sorted(named.items(), key=lambda item: item[1]):
@@ -201,13 +195,11 @@ def checkpoint_facts(
             (name, f"{rate:.2g}", f"{between:,.3g}", f"{every:,.3g}", f"{found.share:.1%}", found.spare_nodes)
         )
     steps = max(1, round(facts["save_every_minutes"] * 60 / candidate.seconds))
+    header = ("as in", "failures of a node a day", "hours between", "minutes to save", "training", "spares")
     lines = [
         f"{asked(search)}; {candidate.describe()}, {candidate.seconds:.3g} s a step",
         "",
-        *table(
-            ("as in", "failures of a node a day", "hours between", "minutes to save", "training", "spares"),
-            rows,
-        ),
+        *table(header, rows),
         "",
         f"save every {facts['save_every_minutes']:,.3g} minutes: checkpoint.save_every_steps = {steps}",
         f"a save stops training for {saves[0]:.3g} s, a failure for {run.restart_s:,.0f} s, a node for "

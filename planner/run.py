@@ -21,11 +21,14 @@ from .work import owned_parameters
 
 SECONDS_PER_DAY = 86400.0
 PRODUCTION = 1.25  # a long run as reported takes longer than its benchmark by this (docs/planning.md)
-RESTART_S = (
-    300.0  # to find the fault, start elsewhere and read; our launcher alone takes 5 s (docs/results.md)
-)
+RESTART_S = 300.0  # to find the fault, start elsewhere and read; our launcher takes 5 s (docs/results.md)
 REPAIR_DAYS = 3.0  # that a failed node is away
 SHORT = 0.01  # chance that more nodes are away at once than there are spares
+SAVED_BYTES = 12  # of a parameter in a checkpoint: fp32 weight and two moments
+PAUSE_S = 0.1  # that training waits for a save beside the copy: docs/results.md, save-pause
+WRITTEN_GB_S = 1.0  # to storage by a node, while training goes on; set
+BETWEEN_STEPS = 64  # sizes of a growing batch that are priced; more of them change days by less than 0.1 %
+Ramp = tuple[int, int, int]  # rows of the first batch, rows added each time, rows until it is whole
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,6 @@ def spare_nodes(away: float) -> int:
     return spares
 
 
-SAVED_BYTES = 12  # of a parameter in a checkpoint: fp32 weight and two moments
-PAUSE_S = 0.1  # that training waits for a save beside the copy: docs/results.md, save-pause
-WRITTEN_GB_S = 1.0  # to storage by a node, while training goes on; set
-BETWEEN_STEPS = 64  # sizes of a growing batch that are priced; more of them change days by less than 0.1 %
-Ramp = tuple[int, int, int]  # rows of the first batch, rows added each time, rows until it is whole
-
-
 @dataclass(frozen=True)
 class Run:
     """How long it is, and what stops it."""
@@ -123,6 +119,11 @@ def grid_intensity(name: str) -> float:
     raise WrongUse(f"no grid {name!r}", where="--grid", fix=fix)
 
 
+def nodes_of(search: Search) -> int:
+    """Whole ones."""
+    return -(-search.world // search.cluster.chips_per_node)
+
+
 def run_seconds(search: Search, candidate: Candidate, run: Run) -> float:
     """Seconds of all steps, with the batch growing where it does."""
     work, ramp = search.work, run.ramp
@@ -146,13 +147,9 @@ def saves_of(search: Search, candidate: Candidate, run: Run) -> tuple[float, flo
     and for a restart, days of a repair, and seconds until all nodes together have written a save.
     """
     cluster, config = search.cluster, search.work.config
-    copied = (
-        SAVED_BYTES
-        * float(owned_parameters(config, candidate.layouts, search.software))
-        / (cluster.host_gb_s * 1e9)
-    )
-    nodes = -(-search.world // cluster.chips_per_node)
-    written = SAVED_BYTES * config.parameter_count() / (nodes * WRITTEN_GB_S * 1e9)
+    owned = float(owned_parameters(config, candidate.layouts, search.software))
+    copied = SAVED_BYTES * owned / (cluster.host_gb_s * 1e9)
+    written = SAVED_BYTES * config.parameter_count() / (nodes_of(search) * WRITTEN_GB_S * 1e9)
     return run.save_s or PAUSE_S + copied, run.restart_s, run.repair_days, written
 
 
@@ -163,8 +160,7 @@ def run_facts(search: Search, candidate: Candidate, run: Run) -> dict[str, Any]:
     """
     if not run.tokens:
         return {}
-    cluster, world = search.cluster, candidate.layouts.world
-    nodes = -(-world // cluster.chips_per_node)
+    cluster, world, nodes = search.cluster, search.world, nodes_of(search)
     factor = PRODUCTION if run.production else 1.0
     days = run_seconds(search, candidate, run) / SECONDS_PER_DAY * factor
     least, median, most = usual_failures()
@@ -210,8 +206,6 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
     if facts["kwh"]:
         carbon = f", {facts['co2_kg'] / 1e3:,.3g} t of CO2" if facts["co2_kg"] is not None else ""
         lines += [f"energy of the machines: {facts['kwh'] / 1e3:,.3g} MWh{carbon}"]
-    if facts["production"] != 1:
-        lines += [
-            f"production: days are {facts['production']:g} times the benchmark's, as long runs were reported"
-        ]
+    if (factor := facts["production"]) != 1:
+        lines += [f"production: days are {factor:g} times the benchmark's, as long runs were reported"]
     return lines

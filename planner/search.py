@@ -16,7 +16,7 @@ import numpy as np
 
 from .cost import step_time
 from .hardware import FITTED, Cluster, shipped_table
-from .layout import Layout, Schedule, divisors, layout_problems
+from .layout import Layout, divisors, layout_problems
 from .memory import capacity_bytes, host_bytes, needed_bytes
 from .software import Software
 from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Work
@@ -38,12 +38,13 @@ class Candidate:
     def layout(self) -> Layout:
         """As a recipe's `[parallel]` describes it."""
         here = self.layouts
-        degrees = here.data, here.tensor, here.pipeline, here.context
-        schedule: Schedule = "interleaved-1f1b" if here.turns > 1 else "1f1b"
-        expert = math.gcd(here.expert, here.data)  # other programs' may count tensor ranks among them
-        turns = here.turns
-        sharding = SHARDINGS[here.sharding]
-        return Layout(*degrees, sharding, schedule=schedule, stages_per_process=turns, expert=expert)
+        return Layout(
+            *(here.data, here.tensor, here.pipeline, here.context),
+            sharding=SHARDINGS[here.sharding],
+            schedule="interleaved-1f1b" if here.turns > 1 else "1f1b",
+            stages_per_process=here.turns,
+            expert=math.gcd(here.expert, here.data),  # other programs' may count tensor ranks among them
+        )
 
     def describe(self) -> str:
         """One short line: degrees, rows of a micro-batch, and what is shared, recomputed or on the host."""
@@ -71,7 +72,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """The result: all legal layouts as arrays, and the best that fit, best first."""
+    """All legal layouts as arrays, and the best that fit, best first."""
 
     search: Search
     layouts: Layouts
@@ -106,7 +107,9 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
             text = f"tensor {tensor} x pipeline {pipeline} x context {context}{data}"
             refused[f"{text} do not make {search.world} processes"] += 1
             continue
-        degrees = Layout(rest, tensor, pipeline, context)
+        shared = shared_experts(search, rest, tensor)
+        expert = 1 if shared else fixed["expert"][0]
+        degrees = Layout(rest, tensor, pipeline, context, expert=expert)
         if problems := layout_problems(degrees, config, work.length, work.rows, 1):
             refused.update(f"{problem.field}: {problem.text}" for problem in problems)
             continue
@@ -116,12 +119,6 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
         recomputes = (0, 2) if core_alone else (0, 1, 2)
         offloads = [kind for kind in fixed.get("offload", (0,)) if pipeline == 1 or not kind]
         turns = fixed.get("turns") or turns_of(config.layers, pipeline)
-        shared = shared_experts(search, rest, tensor)
-        if fixed.get("expert") and not shared:
-            asked = dataclasses.replace(degrees, expert=fixed["expert"][0])
-            problems = layout_problems(asked, config, work.length, work.rows, 1)
-            refused.update(f"{problem.field}: {problem.text}" for problem in problems)
-            continue
         before = len(columns)
         columns += [
             (tensor, pipeline, rest, context, rows, turn, sharding, recompute, offload, expert)
@@ -137,10 +134,8 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
         ]
         if len(columns) == before:
             held = ", ".join(f"{axis}={values[0]}" for axis, values in fixed.items()) or "any micro-batch"
-            text = (
-                f"{per} rows of each of {rest} data processes on {pipeline} stages of {config.layers} layers"
-            )
-            refused[f"{text} with {held}"] += 1
+            stages = f"{pipeline} stages of {config.layers} layers"
+            refused[f"{per} rows of each of {rest} data processes on {stages} with {held}"] += 1
     table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
     return Layouts(*table)
 
@@ -167,9 +162,6 @@ def turns_of(layers: int, pipeline: int) -> list[int]:
 def find_layouts(search: Search, count: int = 8) -> Found:
     """Every legal layout priced; the best ones that fit, no two with the same degrees and sharding."""
     layouts = enumerate_layouts(search)
-    if not np.size(layouts.tensor):
-        empty = np.zeros(0)
-        return Found(search, layouts, empty, empty, empty.astype(bool), [])
     parts = step_time(search.work, layouts, search.cluster, search.software)
     seconds = sum(np.broadcast_to(part, np.shape(layouts.tensor)) for part in parts.values())
     needed = needed_bytes(search.work, layouts, search.software)
@@ -182,7 +174,7 @@ def find_layouts(search: Search, count: int = 8) -> Found:
         candidate = candidate_at(search, layouts.take(index))
         axes = ("tensor", "pipeline", "context", "sharding", "offload", "expert")
         key = tuple(getattr(candidate.layouts, axis) for axis in axes)
-        if key not in seen and not problems_of(search, candidate):
+        if key not in seen and is_legal(search, candidate):
             best.append(candidate)
             seen.add(key)
     return Found(search, layouts, seconds, needed, fits, best)
@@ -197,11 +189,10 @@ def find_or_offload(search: Search, count: int = 8) -> Found:
     return offloaded if offloaded.best or not len(found.seconds) else found
 
 
-def problems_of(search: Search, candidate: Candidate) -> list[str]:
-    """What the trainer would say against a layout."""
+def is_legal(search: Search, candidate: Candidate) -> bool:
+    """Whether the trainer would say nothing against a layout."""
     work, micro_rows = search.work, candidate.layouts.micro_rows
-    found = layout_problems(candidate.layout(), work.config, work.length, work.rows, micro_rows)
-    return [problem.text for problem in found]
+    return not layout_problems(candidate.layout(), work.config, work.length, work.rows, micro_rows)
 
 
 def candidate_at(search: Search, layouts: Layouts) -> Candidate:
@@ -242,7 +233,7 @@ def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
         steps += [(f"{axis} {words[value]}", {axis: value}) for value in others]
     steps += [("without interleaving", {"turns": 1})] if here.turns > 1 else []
     found = [(name, candidate_at(search, dataclasses.replace(here, **change))) for name, change in steps]
-    return [(name, candidate) for name, candidate in found if not problems_of(search, candidate)]
+    return [(name, candidate) for name, candidate in found if is_legal(search, candidate)]
 
 
 def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
@@ -254,16 +245,19 @@ def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
     grown = max(best.parts, key=lambda name: other.parts[name] - best.parts[name])
     slower = other.seconds / best.seconds - 1
     if slower <= 0:
-        faster = f"{-slower:.1%} faster, and left to the search's other choices"
-        return "as fast" if slower > -0.0005 else faster
+        return (
+            f"{-slower:.1%} faster, and left to the search's other choices"
+            if slower <= -0.0005
+            else "as fast"
+        )
     return f"{slower:.1%} slower, most of it {grown} (+{other.parts[grown] - best.parts[grown]:,.3g} s)"
 
 
 def fewest_chips(
     search: Search, worlds: Sequence[int], meets: Callable[[Search, Candidate], bool] | None = None
 ) -> Found | None:
-    """The smallest of these numbers of chips on which the model fits and, when asked, the run `meets` what it must,
-    with layouts closer to the best than the model can tell apart ranked by their simplicity.
+    """The smallest of these numbers of chips on which the model fits and the run `meets` what it must, with layouts
+    closer to the best than the model can tell apart ranked by their simplicity.
     """
     for world in worlds:
         found = find_layouts(dataclasses.replace(search, world=world), 8)

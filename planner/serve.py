@@ -14,6 +14,7 @@ from typing import Any
 from ..core.errors import WrongUse
 from ..core.hardware import Chip
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
+from .collectives import link_bandwidth
 from .hardware import Cluster
 from .kernels import width_of_feed_forward
 from .memory import capacity_bytes
@@ -24,7 +25,6 @@ MOST_ROWS = 8192  # of a batch
 PAGE = 64  # tokens of a page of the cache
 PREFILLED = 8192  # tokens of prompts that an engine takes at once
 SUM_START_S = 8e-6  # of a sum over the cards of a copy; set
-LINK_FRACTION = 0.757  # of the links, as in training (hardware.py)
 TILE = 128 * 128  # results of one tile of a product
 STREAM_FRACTION = 0.8  # of the memory bandwidth when weights and cache are only read
 RUNTIME_BYTES = 0.6e9
@@ -48,9 +48,7 @@ FITTED = ServeConstants()
 
 @dataclass(frozen=True)
 class Service:
-    """One batch on `tensor` cards that share a copy: seconds of the first token and of each one after it, sequences and
-    tokens a second, bytes on a card.
-    """
+    """One batch on `tensor` cards that share a copy: seconds, sequences and tokens a second, bytes on a card."""
 
     batch: int
     tensor: int
@@ -72,18 +70,18 @@ def sustained_share(chip: Chip, constants: ServeConstants) -> float:
 
 def forward_seconds(
     config: ModelConfig,
-    chip: Chip,
+    cluster: Cluster,
     batch: int,
     tokens: int,
     seen: int,
     precision: str,
     constants: ServeConstants = FITTED,
     tensor: int = 1,
-    link_gb_s: float = 0.0,
 ) -> float:
     """Seconds of one pass over `tokens` new positions of each row that attend to `seen`, on `tensor` cards that sum
     each half of a layer over their links.
     """
+    chip = cluster.chip
     dtype, usual = rates_of(chip, precision)
     share, size = sustained_share(chip, constants), NUMBER.get(dtype, 2)
     peak = chip.tflops[dtype] * 1e12 * share * constants.product_fraction
@@ -115,7 +113,7 @@ def forward_seconds(
         shared = config.shared_experts * config.expert_size
         layer += mixed * feed_forward(shared, rows) if shared else 0.0
     if tensor > 1:
-        sent = 2 * (tensor - 1) / tensor * 2.0 * rows * width / (link_gb_s * 1e9 * LINK_FRACTION)
+        sent = 2 * (tensor - 1) / tensor * 2.0 * rows * width / link_bandwidth(cluster)
         layer += 2 * (SUM_START_S + sent)
     head = 0.0 if isinstance(config, BERTConfig) else product(width, config.vocab_size / tensor, batch)
     return config.layers * layer + head
@@ -145,22 +143,20 @@ def cache_bytes(config: ModelConfig, batch: int, length: int, number: int = 2) -
 
 def serve(
     config: ModelConfig,
-    chip: Chip,
+    cluster: Cluster,
     batch: int,
     length: int,
     new_tokens: int,
     precision: str,
     tensor: int = 1,
-    link_gb_s: float = 0.0,
 ) -> Service:
     """A batch of rows of `length`, and for a decoder `new_tokens` more of each."""
-    cards = (FITTED, tensor, link_gb_s)
-    first = forward_seconds(config, chip, batch, length, length, precision, *cards)
-    one_more = forward_seconds(config, chip, batch, 1, length + new_tokens // 2, precision, *cards)
-    if new_tokens < 2:
-        one_more = 0.0
+    how = precision, FITTED, tensor
+    first, one_more = forward_seconds(config, cluster, batch, length, length, *how), 0.0
+    if new_tokens > 1:
+        one_more = forward_seconds(config, cluster, batch, 1, length + new_tokens // 2, *how)
     whole = first + max(new_tokens - 1, 0) * one_more
-    dtype, _ = rates_of(chip, precision)
+    dtype, _ = rates_of(cluster.chip, precision)
     spread = max(tensor / config.key_value_heads, 1)  # a key's head that several cards need is on all of them
     cache = cache_bytes(config, batch, length + new_tokens, cache_number(precision, dtype)) / tensor * spread
     at_once = batch * length if isinstance(config, BERTConfig) else min(batch * length, PREFILLED)
@@ -177,8 +173,7 @@ def largest_service(
     """The largest batch that fits, up to MOST_ROWS: what an engine works with under full load."""
     room, batch, best = capacity_bytes(cluster.chip.memory_gib), 0, None
     for step in (MOST_ROWS >> times for times in range(MOST_ROWS.bit_length())):
-        shape = (length, new_tokens, precision, tensor, cluster.inner_gb_s)
-        tried = serve(config, cluster.chip, batch + step, *shape)
+        tried = serve(config, cluster, batch + step, length, new_tokens, precision, tensor)
         if tried.bytes <= room and batch + step <= MOST_ROWS:
             batch, best = batch + step, tried
     return best
@@ -210,10 +205,10 @@ def plan_service(
         raise WrongUse(text, where="--tensor", fix=f"one of {', '.join(map(str, degrees))}")
     rows: list[Service] = []
     for degree in [tensor] if tensor else degrees:
-        shape = (length, new_tokens, precision, degree, cluster.inner_gb_s)
-        need = serve(config, chip, 1, *shape).bytes
-        if largest := largest_service(config, cluster, length, new_tokens, precision, degree):
-            rows += [serve(config, chip, batch, *shape) for batch in BATCHES if batch < largest.batch]
+        shape = length, new_tokens, precision, degree
+        need = serve(config, cluster, 1, *shape).bytes
+        if largest := largest_service(config, cluster, *shape):
+            rows += [serve(config, cluster, batch, *shape) for batch in BATCHES if batch < largest.batch]
             rows += [largest]
     if not rows:
         raise WrongUse(

@@ -40,8 +40,9 @@ class Precision:
 
 
 HALF = Precision()  # 16-bit weights, fp32 gradients, masters and moments: 18 B
-# 16 B, and 2 B of cast matrices
-AUTOCAST = Precision(weight=4, gradient=4, master=0, stream=4, sent=4, cast=2)
+AUTOCAST = Precision(
+    weight=4, gradient=4, master=0, stream=4, sent=4, cast=2
+)  # 16 B, and 2 B of cast matrices
 FP32 = Precision("fp32", weight=4, gradient=4, master=0, activation=4, stream=4, sent=4, reduced=4)
 APEX = Precision("fp16", gradient=2, reduced=2)  # 16-bit gradients: 16 B [1910.02054, section 3.1]
 FP64 = Precision(

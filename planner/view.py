@@ -17,7 +17,7 @@ from ..core.errors import WrongUse
 from ..core.page import Bar, Chart, Part, made_here, page
 from .cost import Step
 from .memory import MOMENTS, stage_memory
-from .report import KEY, as_csv, asked, candidate_facts, halvings, price_told, ranked_cells
+from .report import KEY, as_csv, asked, candidate_facts, price_told, ranked_cells
 from .run import SECONDS_PER_DAY, Run, run_lines, run_seconds
 from .schedule import Event, simulate
 from .search import Candidate, Found, Search, band, find_layouts
@@ -49,9 +49,10 @@ def write_plan(path: Path, found: Found, facts: dict[str, Any], run: Run) -> Non
 
 
 def days_by_chips(found: Found, run: Run) -> list[tuple[int, float]]:
-    """Days of the run on other numbers of chips, those on which it fits."""
-    points, cluster = [], found.search.cluster
-    for world in halvings(found):
+    """Days of the run on other numbers of chips that it fits on: halves down to one, doubles up to eight times."""
+    points, cluster, world = [], found.search.cluster, found.search.world
+    smaller = [world >> times for times in range(10, 0, -1) if world % (1 << times) == 0]
+    for world in (*smaller, *(world * factor for factor in (1, 2, 4, 8))):
         if world > cluster.chips_per_node and not cluster.node_network_gb_s:
             break
         other = find_layouts(dataclasses.replace(found.search, world=world), 1)

@@ -156,13 +156,15 @@ def test_an_engine_holds_weights_cache_and_one_layer() -> None:
     """Two bytes of a parameter, keys and values of every position in whole pages, one layer's activations, and the
     runtime's; a generated token is a pass over one more position.
     """
-    config, chip = preset("llama-7b"), find_cluster("a100-80gb").chip
-    first, more = (serve(config, chip, 4, 512, new, "fp16") for new in (1, 65))
+    config, cluster = preset("llama-7b"), find_cluster("a100-80gb")
+    first, more = (serve(config, cluster, 4, 512, new, "fp16") for new in (1, 65))
     cache = 2 * 2 * 32 * 4096 * 4
     assert more.bytes - first.bytes == 64 * cache  # 513 positions take nine pages of 64, 577 ten
     layer = 2 * 4 * 512 * (2 * config.width + config.feed_forward_size)
     assert first.bytes == 2 * config.parameter_count() + 9 * PAGE * cache + layer + RUNTIME_BYTES
     assert first.seconds == first.first_token_seconds == more.first_token_seconds
     each = (more.seconds - first.seconds) / 64
-    assert 2 * config.parameter_count() * 0.95 / (chip.bandwidth_gb_s * 1e9) < each < first.seconds / 4
+    assert (
+        2 * config.parameter_count() * 0.95 / (cluster.chip.bandwidth_gb_s * 1e9) < each < first.seconds / 4
+    )
     assert more.per_second == 4 / more.seconds

@@ -40,7 +40,7 @@ def test_cards_that_share_a_copy() -> None:
     load are whole copies.
     """
     config, cluster = preset("llama-70b"), find_cluster("dgx-h100")
-    two, eight = (serve(config, cluster.chip, 16, 2048, 256, "fp8", cards, 450.0) for cards in (2, 8))
+    two, eight = (serve(config, cluster, 16, 2048, 256, "fp8", cards) for cards in (2, 8))
     assert (
         eight.bytes < two.bytes / 3
         and two.next_token_seconds / 4 < eight.next_token_seconds < two.next_token_seconds
@@ -59,15 +59,19 @@ def test_cards_that_share_a_copy() -> None:
 
 def test_bert_base_at_one_row_on_a_t4() -> None:
     """2.2 ms published in August 2019 (TensorRT 5.1), 1.8 to 2.0 ms in later tables: within the 15 % of either end."""
-    seconds = forward_seconds(preset("bert-base"), find_cluster("t4").chip, 1, 128, 128, "fp16")
+    seconds = forward_seconds(preset("bert-base"), find_cluster("t4"), 1, 128, 128, "fp16")
     assert 1.76e-3 * 0.85 <= seconds <= 2.2e-3 * 1.15
 
 
 def test_decode_streams_the_weights() -> None:
     """One token of one row of a 7B model takes at least the time of reading 13.5 GB once."""
-    config, chip = preset("llama-7b"), find_cluster("a100-80gb").chip
-    seconds = forward_seconds(config, chip, 1, 1, 512, "fp16")
-    least = 2 * (config.parameter_count() - config.vocab_size * config.width) / (chip.bandwidth_gb_s * 1e9)
+    config, cluster = preset("llama-7b"), find_cluster("a100-80gb")
+    seconds = forward_seconds(config, cluster, 1, 1, 512, "fp16")
+    least = (
+        2
+        * (config.parameter_count() - config.vocab_size * config.width)
+        / (cluster.chip.bandwidth_gb_s * 1e9)
+    )
     assert least < seconds < 2 * least
     assert cache_bytes(config, 1, 4096) == 2 * 2 * 32 * 4096 * 4096  # 2 GiB a row of 4,096
 
@@ -90,18 +94,18 @@ def test_cards_and_cost_follow_from_the_best_batch() -> None:
 
 
 def test_longer_batches_are_slower_and_better() -> None:
-    config, chip = preset("bert-large"), find_cluster("a100-40gb").chip
-    rows = [serve(config, chip, batch, 384, 0, "fp16") for batch in (1, 8, 64)]
+    config, cluster = preset("bert-large"), find_cluster("a100-40gb")
+    rows = [serve(config, cluster, batch, 384, 0, "fp16") for batch in (1, 8, 64)]
     assert rows[0].seconds < rows[1].seconds < rows[2].seconds
     assert rows[0].per_second < rows[1].per_second < rows[2].per_second
 
 
 def test_a_decoding_step_reads_the_experts_that_its_tokens_chose() -> None:
     """Mixtral's one row a step reads two experts of eight; of many rows' all are read, as a dense model's are."""
-    config, chip = preset("mixtral-8x7b"), find_cluster("h200").chip
-    stream = chip.bandwidth_gb_s * 1e9 * 0.8
+    config, cluster = preset("mixtral-8x7b"), find_cluster("h200")
+    stream = cluster.chip.bandwidth_gb_s * 1e9 * 0.8
     experts = config.layers * config.experts * 3 * config.width * config.expert_size
-    few, many = (forward_seconds(config, chip, batch, 1, 512, "fp16") for batch in (1, 64))
+    few, many = (forward_seconds(config, cluster, batch, 1, 512, "fp16") for batch in (1, 64))
     assert few < 2 * 0.35 * config.parameter_count() / stream < 2 * experts / stream < many
     facts = plan_service(config, find_cluster("dgx-h100"), 512, 128, "fp16", None, 0, 10.0)
     assert facts["best"]["tensor"] > 1 and facts["cards"] >= facts["best"]["tensor"]
