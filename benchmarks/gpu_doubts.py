@@ -28,8 +28,7 @@ from throughline.models.attention import Documents, scaled_dot_product
 from throughline.models.config import BERTConfig, GPTConfig, ModelConfig, family_of
 from throughline.planner.layout import Layout
 from throughline.planner.memory import IN_A_STEP, stage_memory
-from throughline.planner.software import find_software
-from throughline.planner.work import Work, layouts_of
+from throughline.planner.work import Work, find_software, layouts_of
 from throughline.train.engine import Engine
 from throughline.train.loss import Words, head_loss_sum
 from throughline.train.objective import prepare

@@ -18,9 +18,18 @@ from ..models.config import BERTConfig, ModelConfig, family_of, preset, preset_n
 from ..planner.hardware import Cluster, find_cluster, require_network, this_machine
 from ..planner.run import Ramp, Run, grid_intensity
 from ..planner.search import Candidate, Found, Search, candidate_at, enumerate_layouts, find_or_offload
-from ..planner.software import OPTIMIZERS, PRECISIONS, find_software, on_processor, with_optimizer
 from ..planner.traffic import with_compression
-from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
+from ..planner.work import (
+    AXES,
+    OPTIMIZERS,
+    PRECISIONS,
+    RECOMPUTES,
+    SHARDINGS,
+    Work,
+    find_software,
+    on_processor,
+    with_optimizer,
+)
 from ..train.recipes.new_recipe import usual_sections
 from ..train.recipes.recipe import Recipe
 from ..train.recipes.resolved import model_config, resolve

@@ -13,7 +13,6 @@ from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
 from .hardware import Cluster, Constants
 from .kernels import Kernel, head_kernels, layer_kernels, share_of, table_kernels
 from .schedule import given_bubble
-from .software import NARROW, Software
 from .tables import BUCKET_BYTES, is_tied
 from .traffic import (
     context_sends,
@@ -24,8 +23,10 @@ from .traffic import (
     tensor_sends,
 )
 from .work import (
+    NARROW,
     Layouts,
     Number,
+    Software,
     Work,
     copies_of_experts,
     has_experts,

@@ -12,8 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
-from .software import Software
-from .work import Layouts, Number, Work, has_experts
+from .work import Layouts, Number, Software, Work, has_experts
 
 Kind = Literal["product", "attention", "memory"]
 Phase = Literal["forward", "backward"]

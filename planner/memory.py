@@ -15,10 +15,11 @@ import numpy as np
 from ..models.config import ModelConfig
 from .cost import targets
 from .kernels import kept_bytes, share_of
-from .software import Precision, Software
 from .work import (
     Layouts,
     Number,
+    Precision,
+    Software,
     Work,
     held_parameters,
     layer_parameters,

@@ -18,8 +18,7 @@ from .cost import step_time
 from .hardware import FITTED, Cluster, shipped_table
 from .layout import Layout, divisors, layout_problems
 from .memory import capacity_bytes, host_bytes, needed_bytes
-from .software import Software
-from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Work
+from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Software, Work
 
 NEAR = 0.02  # of the step time: closer layouts are taken for as fast
 

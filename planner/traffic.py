@@ -17,7 +17,6 @@ import numpy as np
 
 from ..models.config import BERTConfig, ModelConfig
 from .layout import Layout
-from .software import Precision, Software, find_software
 from .tables import (
     SIGNS_PER_SCALE,
     SKETCH,
@@ -31,7 +30,7 @@ from .tables import (
     low_rank_pays,
     shard_specs,
 )
-from .work import SHARDINGS, Number, has_experts
+from .work import SHARDINGS, Number, Precision, Software, find_software, has_experts
 
 
 @dataclass(frozen=True)

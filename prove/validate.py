@@ -21,8 +21,7 @@ from ..planner.cost import step_seconds
 from ..planner.hardware import FITTED, Cluster, Constants, find_cluster
 from ..planner.memory import capacity_bytes, device_terms, needed_bytes
 from ..planner.serve import largest_service
-from ..planner.software import Software, find_software
-from ..planner.work import RECOMPUTES, SHARDINGS, Layouts, Work
+from ..planner.work import RECOMPUTES, SHARDINGS, Layouts, Software, Work, find_software
 
 FEWEST = 5  # rows that a band rests on
 PUBLISHED = Path(__file__).parents[1] / "planner" / "published"

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from ..models.experts import Routing
 from ..models.linear import linear
-from ..planner.software import LARGE_VOCABULARY
 from ..planner.tables import even_part
+from ..planner.work import LARGE_VOCABULARY
 from .parallel.mesh import ALONE, Axis, reduced
 from .parallel.tensor import gather_rows, gather_same, sum_gradient
 from .precision import wide_dtype

@@ -15,8 +15,7 @@ from throughline.models.config import GPTConfig, preset
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.planner.memory import host_terms
-from throughline.planner.software import find_software
-from throughline.planner.work import Layouts, Work
+from throughline.planner.work import Layouts, Work, find_software
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import IN_FLIGHT_BYTES, HostOffload
 from throughline.train.stage import whole_shard

@@ -11,9 +11,8 @@ from throughline.planner.cost import step_time
 from throughline.planner.hardware import find_cluster
 from throughline.planner.kernels import Share, layer_kernels
 from throughline.planner.layout import Layout
-from throughline.planner.software import find_software
 from throughline.planner.traffic import StepShape, expert_sends, traffic, with_compression
-from throughline.planner.work import Layouts, Work, held_parameters, owned_parameters
+from throughline.planner.work import Layouts, Work, find_software, held_parameters, owned_parameters
 
 MIXTRAL = preset("mixtral-8x7b", sequence_length=4096)
 OURS = find_software("throughline", "bf16")

@@ -11,9 +11,8 @@ from throughline.planner.layout import Layout
 from throughline.planner.memory import FRAGMENTATION, device_terms, needed_bytes
 from throughline.planner.search import Search, candidate_at, find_layouts, fit_in, why_not
 from throughline.planner.serve import PAGE, RUNTIME_BYTES, serve
-from throughline.planner.software import find_software
 from throughline.planner.traffic import context_sends, tensor_sends
-from throughline.planner.work import Work, layouts_of
+from throughline.planner.work import Work, find_software, layouts_of
 
 GPT = preset("gpt3-1.3b")  # 24 layers, 16 heads of 128
 OURS = find_software("throughline", "bf16")

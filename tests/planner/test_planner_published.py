@@ -13,8 +13,7 @@ from throughline.planner.hardware import FITTED, Constants, find_cluster
 from throughline.planner.memory import activation_bytes
 from throughline.planner.run import PRODUCTION
 from throughline.planner.search import Search, band
-from throughline.planner.software import find_software
-from throughline.planner.work import Layouts, Work
+from throughline.planner.work import Layouts, Work, find_software
 from throughline.prove.validate import (
     bands,
     by_program,

@@ -17,8 +17,7 @@ from throughline.cli.main import main
 from throughline.cli.plan import command
 from throughline.core.hardware import chips
 from throughline.planner.hardware import shipped_table
-from throughline.planner.software import OPTIMIZERS, PRECISIONS
-from throughline.planner.work import RECOMPUTES, SHARDINGS
+from throughline.planner.work import OPTIMIZERS, PRECISIONS, RECOMPUTES, SHARDINGS
 
 LAYOUTS = ["sc21-1.7b", "--on", "dgx-a100-80gb", "--gpus", "8", "--rows", "64"]
 RUN = ["--target-tokens", "1e9"]

@@ -25,9 +25,8 @@ from throughline.planner.run import (
     usual_failures,
 )
 from throughline.planner.search import Search, find_layouts, simplest_first, usual_worlds
-from throughline.planner.software import find_software, with_optimizer
 from throughline.planner.view import compared, write_comparison
-from throughline.planner.work import Work, layouts_of
+from throughline.planner.work import Work, find_software, layouts_of, with_optimizer
 
 CONFIG = preset("sc21-1.7b")
 

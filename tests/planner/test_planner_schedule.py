@@ -20,10 +20,9 @@ from throughline.planner.kernels import Share
 from throughline.planner.layout import Layout
 from throughline.planner.memory import needed_bytes, stage_memory
 from throughline.planner.schedule import Event, simulate
-from throughline.planner.software import find_software
 from throughline.planner.tables import Coordinates
 from throughline.planner.traffic import held
-from throughline.planner.work import Work, layouts_of
+from throughline.planner.work import Work, find_software, layouts_of
 
 
 def closed_form(micro_batches: int, stages: Sequence[float], turns: int = 1) -> float:

@@ -22,8 +22,7 @@ from throughline.planner.search import (
     problems_of,
     why_not,
 )
-from throughline.planner.software import find_software
-from throughline.planner.work import Work
+from throughline.planner.work import Work, find_software
 
 
 def search(

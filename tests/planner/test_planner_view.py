@@ -13,9 +13,8 @@ from throughline.planner.hardware import find_cluster
 from throughline.planner.report import ranked
 from throughline.planner.run import Run
 from throughline.planner.search import Search, find_layouts
-from throughline.planner.software import find_software
 from throughline.planner.view import MOST_EVENTS, days_chart, shares, write_plan
-from throughline.planner.work import Work
+from throughline.planner.work import Work, find_software
 
 
 @pytest.mark.parametrize(("model", "chips"), [("gpt-1t-megatron", 512), ("bert-large", 8)])

@@ -14,9 +14,8 @@ from cases import card, make, model
 from test_layouts import shapes_are_agreed  # noqa: F401
 from throughline.planner.layout import Layout
 from throughline.planner.memory import IN_A_STEP, stage_memory
-from throughline.planner.software import find_software
 from throughline.planner.traffic import prepared_places
-from throughline.planner.work import Work, layouts_of
+from throughline.planner.work import Work, find_software, layouts_of
 
 SMALL = {"layers": 12, "width": 768, "heads": 12, "sequence_length": 1024}  # GPT-2 124M
 LARGE = {"layers": 24, "width": 2048, "heads": 16, "sequence_length": 2048}  # GPT-3 1.3B

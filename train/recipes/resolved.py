@@ -17,18 +17,20 @@ from ...models.config import FAMILIES, ModelConfig, family_of, preset, preset_na
 from ...planner.cost import kernel_totals, step_seconds
 from ...planner.hardware import Cluster, this_machine
 from ...planner.layout import ZERO_BUBBLE, default_micro_rows
-from ...planner.layout_report import layout_report
 from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
-from ...planner.software import (
-    LARGE_VOCABULARY,
-    PROCESSOR_RUNTIME_BYTES,
-    Software,
-    find_software,
-    on_processor,
-)
+from ...planner.report import layout_report
 from ...planner.tables import optimizer_numbers, parameter_shapes
 from ...planner.traffic import StepShape, prepared_places, with_compression
-from ...planner.work import Layouts, Work, layouts_of
+from ...planner.work import (
+    LARGE_VOCABULARY,
+    PROCESSOR_RUNTIME_BYTES,
+    Layouts,
+    Software,
+    Work,
+    find_software,
+    layouts_of,
+    on_processor,
+)
 from .recipe import ObjectiveSection, Recipe
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and Windows'
