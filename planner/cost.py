@@ -341,15 +341,14 @@ class Step:
         apart = layouts.data * layouts.context / shards, layouts.tensor * shards
         back = gather(weights, *near, machine, per_layer * layers + per_rest, one_adapter=alone)
         summed = gather(gradients, *near, machine, calls, one_adapter=alone)
-        summed = summed + all_reduce(
-            gradients / shards, *apart, machine, np.where(shards > 1, calls, buckets), one_adapter=alone
-        )
+        sharded = shards > 1
+        reduced = np.where(sharded, calls, buckets)
+        summed = summed + all_reduce(gradients / shards, *apart, machine, reduced, one_adapter=alone)
         if experts:  # their copies are fewer
-            copies, sharded = copies_of_experts(layouts, software), shards > 1
-            moved, axis = sums * of_experts * number, (copies, layouts.expert, machine)
-            summed = summed + np.where(
-                sharded, gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)
-            )
+            moved = sums * of_experts * number
+            axis = copies_of_experts(layouts, software), layouts.expert, machine
+            sent = gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)
+            summed = summed + np.where(sharded, *sent)
             back = back + gather(per_layer * of_experts * numbers.sent, *axis, per_layer * layers) * sharded
         hides = overlap * software.overlap_data
         unhidden = np.maximum(summed - hides * backward * sums, 0.0)

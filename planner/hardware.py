@@ -196,11 +196,9 @@ def _calibrated(cluster: Cluster) -> Cluster:
         bandwidth_gb_s=measured["bandwidth_gb_s"],
         achieved=1.0,
     )
-    sums = tuple(tuple(row) for row in measured.get("sums", ()))
     constants = dataclasses.replace(FITTED, **measured.get("constants", {}))
-    return dataclasses.replace(
-        cluster, chip=chip, node_gb_s=measured["node_gb_s"], sums=sums, constants=constants
-    )
+    found = dataclasses.replace(cluster, chip=chip, node_gb_s=measured["node_gb_s"], constants=constants)
+    return dataclasses.replace(found, sums=tuple(tuple(row) for row in measured.get("sums", ())))
 
 
 def _chips(own: dict[str, dict], where: Path | None) -> dict[str, Chip]:

@@ -107,9 +107,8 @@ def state_terms(
     streamed, scattered = (layouts.sharding == 3) & alone, (layouts.sharding >= 2) & alone
     updated = (layouts.shards > 1) & ~streamed & (numbers.master == 0)  # fp32 shards beside the whole weights
     at_once = np.where(layouts.world == 1, np.minimum(held, largest_group(config, layouts)), held)
-    gradients = np.where(
-        offload, at_once * numbers.activation, np.where(scattered, owned, held) * numbers.gradient
-    )
+    gradients = np.where(scattered, owned, held) * numbers.gradient
+    gradients = np.where(offload, at_once * numbers.activation, gradients)
     # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
     stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, layouts.sharding == 0)
     # the shards of full sharding are the masters
@@ -176,13 +175,12 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     logits = loss_bytes(work, layouts, software, tokens) + 2 * numbers.activation * hidden
     logits = np.where(alone | (np.asarray(behind) == 0), logits, 0.0)
     streamed, offload = (layouts.sharding == 3) & alone, np.asarray(layouts.offload) > 0
+    several = micro_batches(work, layouts) > 1
     copied = numbers.master + numbers.moments + numbers.weight * (numbers.master == 0)
     saved = software.on_host * owned * copied
     return state_terms(config, layouts, numbers, held, owned) | {
         "gathered weights": np.where(streamed, gathered * numbers.sent, 0.0),
-        "reduced gradients": np.where(
-            streamed & (micro_batches(work, layouts) > 1), rest * numbers.reduced, 0.0
-        ),
+        "reduced gradients": np.where(streamed & several, rest * numbers.reduced, 0.0),
         "activations": activations,
         "layer at work": layer_at_work(work, layouts, software),
         "tables": np.where(alone | (place == 0), software.dropout * hidden * flying, 0.0),
@@ -233,9 +231,8 @@ def worst_terms(
     work: Work, layouts: Layouts, software: Software, moments: Sequence[str] = tuple(MOMENTS)
 ) -> dict[str, int]:
     """Bytes by term of the fullest process of one layout at its worst moment; their sum is what is predicted."""
-    stage = max(
-        stage_memory(work, layouts, software, moments), key=lambda stage: max(stage["moments"].values())
-    )
+    stages = stage_memory(work, layouts, software, moments)
+    stage = max(stages, key=lambda stage: max(stage["moments"].values()))
     terms = {name: stage["terms"][name] for name in MOMENTS[stage["peak"]]}
     if software.on_host:
         for name, size in host_terms(work, layouts, software).items():

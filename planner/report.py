@@ -1,5 +1,5 @@
-"""A plan and a layout in words and numbers: the ranked table, the reasons, the two breakdowns that sum exactly; who holds
-what of a layout and what is sent in a step, as `train --show-layout` prints it.
+"""A plan and a layout in words and numbers: the ranked table, the reasons, the two breakdowns that sum exactly; who
+holds what of a layout and what is sent in a step, as `train --show-layout` prints it.
 """
 
 import csv
@@ -74,7 +74,10 @@ def active_parameters(config: ModelConfig) -> int:
     return config.active_parameter_count() if isinstance(config, GPTConfig) else config.parameter_count()
 
 
-def ranked(found: Found, run: Run) -> tuple[dict[str, Any], list[str]]:
+Told = tuple[dict[str, Any], list[str]]  # facts for a script, lines for a person
+
+
+def ranked(found: Found, run: Run) -> Told:
     """The table of the best layouts and one line for each neighbour of the first, as facts and as lines."""
     search, best = found.search, found.best
     rows = [candidate_facts(search, candidate, run) for candidate in best]
@@ -101,17 +104,8 @@ def price_told(cluster: Cluster) -> str:
 
 def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], list[tuple[str, ...]]]:
     """Header and cells of the ranked table, for the terminal and for the page."""
-    header = [
-        "layout",
-        "s/step",
-        f"+-{rows[0]['band']:.0%}",
-        "TFLOP/s",
-        "MFU",
-        "HFU",
-        "GiB",
-        "days",
-        currency,
-    ]
+    wide = f"+-{rows[0]['band']:.0%}"
+    header = ["layout", "s/step", wide, "TFLOP/s", "MFU", "HFU", "GiB", "days", currency]
     return header, [
         (
             row["layout"],
@@ -146,7 +140,7 @@ def search_facts(found: Found) -> dict[str, Any]:
     }
 
 
-def explain(search: Search, candidate: Candidate, run: Run) -> tuple[dict[str, Any], list[str]]:
+def explain(search: Search, candidate: Candidate, run: Run) -> Told:
     """Where the time and the memory of one layout go. Both lists sum to what the table says."""
     facts = candidate_facts(search, candidate, run)
     facts["memory"] = stage_memory(search.work, candidate.layouts, search.software)
@@ -193,9 +187,7 @@ def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def checkpoint_facts(
-    search: Search, candidate: Candidate, run: Run, told_tokens: bool
-) -> tuple[dict[str, Any], list[str]]:
+def checkpoint_facts(search: Search, candidate: Candidate, run: Run, told_tokens: bool) -> Told:
     """How often to save, with the share of time that trains at published rates of failure, and the spare nodes."""
     facts = {"layout": candidate.describe(), "chips": search.world} | run_facts(search, candidate, run)
     nodes, saves = nodes_of(search), saves_of(search, candidate, run)
@@ -204,10 +196,8 @@ def checkpoint_facts(
     for name, rate in sorted(named.items(), key=lambda item: item[1]):
         found = goodput(nodes, rate, *saves)
         facts["rates"].append({"name": name, "failures_of_a_node_a_day": rate} | dataclasses.asdict(found))
-        between, every = found.between_failures_s / 3600, found.save_every_s / 60
-        rows.append(
-            (name, f"{rate:.2g}", f"{between:,.3g}", f"{every:,.3g}", f"{found.share:.1%}", found.spare_nodes)
-        )
+        times = f"{found.between_failures_s / 3600:,.3g}", f"{found.save_every_s / 60:,.3g}"
+        rows.append((name, f"{rate:.2g}", *times, f"{found.share:.1%}", found.spare_nodes))
     steps = max(1, round(facts["save_every_minutes"] * 60 / candidate.seconds))
     header = ("as in", "failures of a node a day", "hours between", "minutes to save", "training", "spares")
     lines = [
@@ -226,9 +216,7 @@ def checkpoint_facts(
     return facts, lines + (["", *run_lines(facts)] if told_tokens else [])
 
 
-def layout_report(
-    config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str
-) -> tuple[dict[str, Any], list[str]]:
+def layout_report(config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str) -> Told:
     """A layout for a script and for a person: what each process holds and sends in a step."""
     degrees = range(layout.pipeline), range(layout.tensor), range(1), range(layout.shards)
     places = [Coordinates(*ranks) for ranks in itertools.product(*degrees)]  # those that hold different parts
@@ -249,9 +237,8 @@ def layout_report(
     lines += table(("parameter", "shape", "over tensor", "stage"), _placement_rows(config, layout))
     lines += ["", "held in a step by one process of each place; its copies hold as much"]
     counted, sized = ("pipeline", "tensor", "shard", "parameters"), list(processes[0])[-3:]
-    cells = [
-        [row[name] for name in counted] + [amount(row[name], "B") for name in sized] for row in processes
-    ]
+    bytes_of = [[amount(row[name], "B") for name in sized] for row in processes]
+    cells = [[row[name] for name in counted] + held for row, held in zip(processes, bytes_of, strict=True)]
     lines += table((*counted, *sized), cells)
     warm = "" if batch.scheme == "none" else ", after the warm-up of compression"
     lines += ["", f"sent by one process in a step{warm}"]

@@ -121,10 +121,8 @@ def forward_seconds(
 
 def rates_of(chip: Chip, precision: str) -> tuple[str, str]:
     """The dtype of the products and that of attention: 16 bits where the chip has them."""
-    usual = next(
-        (name for name in ("fp16", "bf16") if name in chip.tflops),
-        max(chip.tflops, key=chip.tflops.__getitem__),
-    )
+    fastest = max(chip.tflops, key=chip.tflops.__getitem__)
+    usual = next((name for name in ("fp16", "bf16") if name in chip.tflops), fastest)
     return (precision if precision in chip.tflops else usual), usual
 
 

@@ -181,12 +181,10 @@ def partial_parameters(config: ModelConfig) -> tuple[int, int, int]:
     return layer, rest[0], rest[1]
 
 
-def _tensor_traffic(
-    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
-) -> Iterator[Traffic]:
+def _tensor_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
     if layout.tensor == 1:
         return
-    stages, n = layout.stages_of(pipeline_rank), batch.micro_batches
+    stages, n = layout.stages_of(rank), batch.micro_batches
     layers = sum(len(layout.layers_of(stage, config.layers)) for stage in stages)
     tokens = batch.rows * batch.length // layout.context
     targets = batch.predicted if isinstance(config, BERTConfig) else tokens
@@ -196,7 +194,7 @@ def _tensor_traffic(
         yield Traffic("tensor", kind, n * calls, n * size, "rows and loss")
     partial = [
         spec.box.numel * batch.summed
-        for spec in shard_specs(config, layout, Coordinates(pipeline_rank))
+        for spec in shard_specs(config, layout, Coordinates(rank))
         if spec.placement == "partial" and is_trained(spec.name)
     ]
     calls = len(bucket_slices(partial))
@@ -214,11 +212,9 @@ def expert_sends(
     return calls, calls * tokens / tensor * copies * config.width * numbers.sent
 
 
-def _row_traffic(
-    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
-) -> Iterator[Traffic]:
+def _row_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
     """Of the layers of a process over the context axis and with the processes of their experts."""
-    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(rank))
     times, tokens = batch.micro_batches * layers, batch.rows * batch.length // layout.context
     if layout.context > 1:
         degrees, again = (layout.tensor, layout.context), int(batch.recompute != "none")
@@ -230,10 +226,8 @@ def _row_traffic(
         yield Traffic("expert", "all-to-all", round(times * calls), round(times * size), "rows of experts")
 
 
-def _pipeline_traffic(
-    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
-) -> Iterator[Traffic]:
-    here = layout.stages_of(pipeline_rank)
+def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
+    here = layout.stages_of(rank)
     size = passed_bytes(config, batch.software, batch.rows * batch.length // layout.context, layout.tensor)
     for step, what in ((1, "activations"), (-1, "their gradients")):
         peers = {stage + step for stage in here} & set(range(layout.stages)) - set(here)
@@ -241,17 +235,15 @@ def _pipeline_traffic(
         yield Traffic("pipeline", "send", calls, calls * int(size), what)
     ends = {0, layout.stages - 1}
     if layout.pipeline > 1 and is_tied(config) and len(ends & set(here)) == 1:
-        specs = shard_specs(config, layout, Coordinates(pipeline_rank))
+        specs = shard_specs(config, layout, Coordinates(rank))
         table = next(spec.box.numel for spec in specs if spec.name == "token_table.weight")
         yield Traffic("pipeline", "all-reduce", 1, table * batch.summed, "gradient of the tied table")
 
 
-def _data_traffic(
-    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
-) -> Iterator[Traffic]:
+def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
     number, wide = batch.numbers.sent, batch.numbers.reduced
     whole = dataclasses.replace(layout, sharding="replicated")
-    parts = list(shard_specs(config, whole, Coordinates(pipeline_rank)))
+    parts = list(shard_specs(config, whole, Coordinates(rank)))
     # experts that processes share have fewer copies, and shards of their own
     holders = {spec.name: layout.expert if is_of_experts(spec.name) else 1 for spec in parts}
     if layout.shards == 1:

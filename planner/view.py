@@ -111,6 +111,7 @@ def plan_page(
     )
     whole, price = run_lines(facts["layouts"][0]["run"]), price_told(search.cluster)
     whole += [f"price: {price}"] if whole and price else []
+    step = f"Step of {best.describe()}: {best.seconds:,.4g} s"
     fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
     header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
     reasons = [(row["step"], row["reason"]) for row in facts["neighbours"]]
@@ -119,9 +120,7 @@ def plan_page(
         [
             Part("Layouts", note=KEY, header=header, rows=cells),
             Part("The whole run", items=[(line.split(": ")[0], line.split(": ", 1)[1]) for line in whole]),
-            Part(
-                f"Step of {best.describe()}: {best.seconds:,.4g} s", bars=shares(parts, best.seconds, 1, "s")
-            ),
+            Part(step, bars=shares(parts, best.seconds, 1, "s")),
             *memory_parts(memory, found.capacity),
             Part("Days against chips", charts=[days_chart(points, band(search))], note=fewest),
             Part("Pipeline, first micro-batches", svg=pipeline_drawing(events) if events else ""),
@@ -199,11 +198,8 @@ def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tupl
     reasons = [{"name": facts["name"], "reason": why_lost(found[0], facts, by)} for facts in found[1:]]
     whole = {"by": by, "choices": found, "reasons": reasons}
     header = ("", *(facts["name"] for facts in found))
-    lines = [
-        f"best by {by}: {found[0]['name']} ({found[0]['cluster']})",
-        "",
-        *table(header, comparison_cells(found)),
-    ]
+    best = f"best by {by}: {found[0]['name']} ({found[0]['cluster']})"
+    lines = [best, "", *table(header, comparison_cells(found))]
     lines += ["", *(f"{row['name']}: {row['reason']}" for row in reasons)]
     lines += ["", *(f"{facts['name']}: {facts['priced']}" for facts in found if facts["priced"])]
     return whole, lines
@@ -214,19 +210,10 @@ def comparison_cells(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     columns = []
     for facts in found:
         run = facts["run"]
-        cells = [
-            facts["layout"],
-            f"{facts['step_seconds']:.3g}",
-            f"+-{facts['band']:.0%}",
-            f"{facts['mfu']:.1%}",
-        ]
-        cells += [f"{facts['needed_gib']:.1f} of {facts['capacity_gib']:g}"]
+        cells = [facts["layout"], f"{facts['step_seconds']:.3g}", f"+-{facts['band']:.0%}"]
+        cells += [f"{facts['mfu']:.1%}", f"{facts['needed_gib']:.1f} of {facts['capacity_gib']:g}"]
         cells += [f"{run[name]:.3g}" for name in ("days", "expected_days", "days_low", "days_high")]
-        cells += [
-            f"{run['goodput']:.1%}",
-            str(run["spare_nodes"]),
-            known(run["cost"], 1, run["currency"]),
-        ]
+        cells += [f"{run['goodput']:.1%}", str(run["spare_nodes"]), known(run["cost"], 1, run["currency"])]
         columns.append([*cells, known(run["kwh"], 1e3), known(run["co2_kg"], 1e3)])
     return [(name, *cells) for name, *cells in zip(ROWS.split("|"), *columns, strict=True)]
 
@@ -257,18 +244,14 @@ def write_comparison(path: Path, facts: dict[str, Any]) -> None:
     """The comparison as an artifact of kind `plan`: compare.html, one page without a network, and compare.json."""
     found = facts["choices"]
     header = ("", *(choice["name"] for choice in found))
-    parts = [
-        Part(
-            f"By {facts['by']}: {found[0]['name']} is best", KEY, header=header, rows=comparison_cells(found)
-        ),
-        Part(
-            "Why the others lost",
-            header=("choice", "reason"),
-            rows=[tuple(row.values()) for row in facts["reasons"]],
-        ),
-    ]
+    best = f"By {facts['by']}: {found[0]['name']} is best"
+    lost = [tuple(row.values()) for row in facts["reasons"]]
     priced = [(choice["name"], choice["priced"]) for choice in found if choice["priced"]]
-    parts += [Part("Prices", header=("choice", "list"), rows=priced)] if priced else []
+    parts = [
+        Part(best, KEY, header=header, rows=comparison_cells(found)),
+        Part("Why the others lost", header=("choice", "reason"), rows=lost),
+        Part("Prices", header=("choice", "list"), rows=priced),
+    ]
     for title, name, per, unit in (
         ("Days expected", "expected_days", 1.0, "days"),
         ("Cost, spare nodes included", "cost", 1.0, found[0]["run"]["currency"]),

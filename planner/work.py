@@ -1,5 +1,5 @@
-"""What is to be done in a step, by which program and how it is divided: a model and a batch, what software does, layouts
-as numbers or as arrays.
+"""What is to be done in a step, by which program and how it is divided: a model and a batch, what software does, and
+layouts as numbers or as arrays.
 
 What software does is data: the bytes of a number in each role, what is fused, what overlaps. A plan of a run that
 Throughline trains uses `throughline`; the published tables were made by other programs, whose properties are stated in
@@ -47,9 +47,7 @@ class Precision:
 
 
 HALF = Precision()  # 16-bit weights, fp32 gradients, masters and moments: 18 B
-AUTOCAST = Precision(
-    weight=4, gradient=4, master=0, stream=4, sent=4, cast=2
-)  # 16 B, and 2 B of cast matrices
+AUTOCAST = Precision(weight=4, gradient=4, master=0, stream=4, sent=4, cast=2)  # 16 B, 2 B of cast matrices
 FP32 = Precision("fp32", weight=4, gradient=4, master=0, activation=4, stream=4, sent=4, reduced=4)
 APEX = Precision("fp16", gradient=2, reduced=2)  # 16-bit gradients: 16 B [1910.02054, section 3.1]
 FP64 = Precision(
@@ -272,8 +270,8 @@ def layer_parameters(config: ModelConfig) -> tuple[float, float]:
 
 
 def copies_of_experts(layouts: Layouts, software: Software) -> Number:
-    """Processes of a stage that sum the gradients of the same experts, or shard them. Other programs count tensor ranks
-    among them; those of our engine hold what they route their part of a row through.
+    """Processes of a stage that sum the gradients of the same experts, or shard them; elsewhere tensor ranks too, and
+    in our engine each holds what it routes its part of a row through.
     """
     tensor = layouts.tensor if software.layer_sums else 1
     return np.maximum(layouts.data * layouts.context * tensor / layouts.expert, 1)
@@ -297,9 +295,8 @@ def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = N
     """
     experts, others = layer_parameters(config)
     rest = config.parameter_count() - config.layers * (experts + others)
-    ends = np.where(
-        layouts.pipeline > 1, np.minimum(rest, config.vocab_size * config.width + rest % config.width), rest
-    )
+    table = config.vocab_size * config.width + rest % config.width
+    ends = np.where(layouts.pipeline > 1, np.minimum(rest, table), rest)
     first, last = layers_on(config, layouts)[0], len(layouts.split) - 1
     block = others / layouts.tensor + experts / layouts.expert
     if layouts.split:
