@@ -33,7 +33,7 @@ from own_cases import CASES, STORES, Case
 from throughline.core.hardware import peak_bytes
 from throughline.core.recipe import load_recipe
 from throughline.models.config import ModelConfig
-from throughline.prove.own import GOALS, own_validation, prediction_digest, read_predictions
+from throughline.prove.validate import OWN_GOALS, own_validation, prediction_digest, read_predictions
 from throughline.train.corpus import open_corpus
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import model_config, predicted_memory, predicted_step_seconds, resolve
@@ -250,7 +250,7 @@ def main() -> None:
             claim(
                 f"median error in {unit}",
                 [median],
-                [GOALS[kind]],
+                [OWN_GOALS[kind]],
                 peer="goal",
                 unit="",
                 better="lower",

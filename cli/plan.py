@@ -16,8 +16,7 @@ from ..planner.run import REPAIR_DAYS, RESTART_S, Run, run_facts
 from ..planner.search import Candidate, Search, fewest_chips, usual_worlds
 from ..planner.serve import plan_service
 from ..planner.view import compared, days_by_chips, write_comparison, write_plan
-from ..prove.own import own_validation
-from ..prove.validate import validation
+from ..prove.validate import own_validation, validation
 from .common import PATH, flag, option, throughline_command
 from .plan_question import (
     MACHINES,

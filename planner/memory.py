@@ -107,8 +107,8 @@ def state_terms(
     streamed, scattered = (layouts.sharding == 3) & alone, (layouts.sharding >= 2) & alone
     updated = (layouts.shards > 1) & ~streamed & (numbers.master == 0)  # fp32 shards beside the whole weights
     at_once = np.where(layouts.world == 1, np.minimum(held, largest_group(config, layouts)), held)
-    gradients = np.where(scattered, owned, held) * numbers.gradient
-    gradients = np.where(offload, at_once * numbers.activation, gradients)
+    kept = np.where(scattered, owned, held) * numbers.gradient
+    gradients = np.where(offload, at_once * numbers.activation, kept)
     # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
     stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, layouts.sharding == 0)
     # the shards of full sharding are the masters

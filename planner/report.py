@@ -189,7 +189,7 @@ def _short(value: float | None) -> str:
 
 def checkpoint_facts(search: Search, candidate: Candidate, run: Run, told_tokens: bool) -> Told:
     """How often to save, with the share of time that trains at published rates of failure, and the spare nodes."""
-    facts = {"layout": candidate.describe(), "chips": search.world} | run_facts(search, candidate, run)
+    facts = run_facts(search, candidate, run) | {"layout": candidate.describe(), "chips": search.world}
     nodes, saves = nodes_of(search), saves_of(search, candidate, run)
     rows, facts["rates"] = [], []
     named = {"--failures": run.failures} if run.failures else node_failures()

@@ -185,7 +185,7 @@ def given_bubble(
         layers * layer + (stage == 0) * ends[0] + (stage == last) * ends[1]
         for stage, layers in enumerate(layout.layers_per_stage)
     ]
-    phases = ([share * time for time in stages] for share in (forward, 1 - forward))
-    events = simulate(layout, micro_batches, *phases)
+    forwards, backwards = ([share * time for time in stages] for share in (forward, 1 - forward))
+    events = simulate(layout, micro_batches, forwards, backwards)
     held = (sum(stages[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline))
     return max(event.end for event in events) - micro_batches * max(held)

@@ -198,8 +198,8 @@ def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tupl
     reasons = [{"name": facts["name"], "reason": why_lost(found[0], facts, by)} for facts in found[1:]]
     whole = {"by": by, "choices": found, "reasons": reasons}
     header = ("", *(facts["name"] for facts in found))
-    best = f"best by {by}: {found[0]['name']} ({found[0]['cluster']})"
-    lines = [best, "", *table(header, comparison_cells(found))]
+    first = f"best by {by}: {found[0]['name']} ({found[0]['cluster']})"
+    lines = [first, "", *table(header, comparison_cells(found))]
     lines += ["", *(f"{row['name']}: {row['reason']}" for row in reasons)]
     lines += ["", *(f"{facts['name']}: {facts['priced']}" for facts in found if facts["priced"])]
     return whole, lines

@@ -39,9 +39,8 @@ def warm() -> None:
 
 
 def keep_forkable() -> None:
-    """Run a backward while no device is known, where there is none. In a CUDA build of torch without a GPU the
-    compiler registers a stand-in for one; were the first backward to come after that, it would start a thread for the
-    device, and a process forked later could run none.
+    """Run a backward while no device is known, where there is none. In a CUDA build of torch without a GPU the compiler
+    registers a stand-in for one; a first backward after that would start a thread for it, which no fork survives.
     """
     import torch
 
@@ -50,11 +49,9 @@ def keep_forkable() -> None:
 
 
 def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0) -> list[Any]:
-    """What `function` returns in each of `world` forked processes, by rank, which it finds in the launcher's
-    environment.
+    """What `function` returns in each of `world` forked processes, by rank, which it finds in the launcher's environment.
 
-    The first failure ends all and is raised as RuntimeError with that rank's traceback; so is a run longer
-    than `timeout_s`.
+    The first failure ends all and is raised as RuntimeError with that rank's traceback; so is a run beyond `timeout_s`.
     """
     fork, port, end = multiprocessing.get_context("fork"), free_port(), time.monotonic() + timeout_s
     ranks: dict[Any, int] = {}  # by the end of the pipe on which its answer comes
@@ -88,9 +85,7 @@ def _child(rank: int, world: int, port: int, function: Callable[[], Any], writin
         answer = pickle.dumps((function(), ""))
     except BaseException:
         answer = pickle.dumps((None, traceback.format_exc()))
-    writing.send_bytes(
-        answer
-    )  # pickled here: multiprocessing's own way would share tensors with this process
+    writing.send_bytes(answer)  # pickled here: multiprocessing's own way would share its tensors
     os._exit(0)  # destructors of process groups wait for peers
 
 

@@ -1,9 +1,8 @@
-"""One layout against the single process: losses, gradient norms, first gradients and final parameters, to
-rounding.
+"""One layout against the single process: losses, gradient norms, first gradients and final parameters, to rounding.
 
-Used by `throughline prove` (one recipe), by `benchmarks/prove_layouts.py` (a whole table) and by the tests (a
-small grid, and planted bugs that must be caught). The reference is the plain single-process step over the plain
-model; the layout runs the same recipe on forked ranks.
+Used by `throughline prove` (one recipe), by `benchmarks/prove_layouts.py` (a whole table) and by the tests (a small
+grid, and planted bugs that must be caught). The reference is the plain single-process step over the plain model; the
+layout runs the same recipe on forked ranks.
 """
 
 import hashlib
@@ -92,9 +91,7 @@ class Case:
 
     @property
     def reference_rows(self) -> int:
-        """Rows of a micro-batch of the single process. In 16 bits the layout's: each micro-batch rounds its own
-        gradients; in others all rows at once.
-        """
+        """Of a micro-batch of the single process: all, but in 16 bits, where each rounds its gradients, the layout's."""
         return self.micro_rows if self.precision in HALVES else self.rows
 
 
@@ -124,9 +121,7 @@ class Reference:
 
 
 def make_rows(case: Case, step: int) -> dict[str, np.ndarray]:
-    """The batch of a step: 5 to 90 % of a row's targets are ignored, so every process and micro-batch has
-    another count.
-    """
+    """The batch of a step: 5 to 90 % of a row's targets are ignored, so that all micro-batches have another count."""
     total, length = case.rows, case.length
     config, generator = case.config, np.random.default_rng(1000 + step)
     ids = generator.integers(1, config.vocab_size, (total, length + 1))
@@ -171,12 +166,8 @@ def value_of(case: Case, name: str, shape: torch.Size) -> Tensor:
 def make_trainer(case: Case, engine: Engine) -> Trainer:
     """The product's trainer around an engine, with the product's optimizer."""
     section = {"name": case.optimizer, "learning_rate": LEARNING_RATE, "weight_decay": 0.1}
-    train = {
-        "steps": case.steps,
-        "sequence_length": case.length,
-        "batch_rows": case.rows,
-        "precision": case.precision,
-    }
+    train = {"steps": case.steps, "sequence_length": case.length, "batch_rows": case.rows}
+    train |= {"precision": case.precision}
     optimizer = build_optimizer(engine, build_recipe({"train": train, "optimizer": section}, Recipe))
     scaler = LossScaler(SCALE, active=True) if case.precision == "fp16" else LossScaler()
     return Trainer(engine, optimizer, scaler, case.precision, CLIP_NORM)

@@ -14,28 +14,15 @@ from ..models.config import BERTConfig, ModelConfig, family_of
 from ..planner.layout import AXES, Layout, layout_problems
 from ..train.recipes.recipe import Recipe
 from ..train.recipes.resolved import model_config
-from .proof import Case
+from .proof import SHAPE, Case
 
 PROCESSES = 64
-SIZES = (
-    "vocab_size",
-    "sequence_length",
-    "layers",
-    "width",
-    "heads",
-    "kv_heads",
-    "head_width",
-    "mlp_width",
-    "expert_width",
-    "dropout",
-)
+SIZES = {*SHAPE, "kv_heads", "head_width", "mlp_width", "expert_width", "dropout"}
 HEAD_WIDTH = 8
 
 
 def twin(recipe: Recipe) -> tuple[Case, list[str]]:
-    """The case to prove for a resolved recipe, and what is smaller in it. Raises WrongUse when the twin of a
-    layout is not legal.
-    """
+    """The case to prove for a resolved recipe, and what is smaller in it. Raises WrongUse when it is not legal."""
     config, whole = model_config(recipe), recipe.parallel.layout()
     layout, notes = _fewer_processes(whole)
     length = 2 * math.lcm(2 * layout.context, layout.context * layout.tensor, 16)
@@ -71,10 +58,8 @@ def twin(recipe: Recipe) -> tuple[Case, list[str]]:
             fix="prove a layout with smaller degrees: --set parallel.tensor=... and the like",
         )
     small = case.config.parameter_count()
-    notes.insert(
-        0, f"a twin of {small:,} parameters for {config.parameter_count():,}, rows of {length} tokens"
-    )
-    return case, notes
+    size = f"a twin of {small:,} parameters for {config.parameter_count():,}, rows of {length} tokens"
+    return case, [size, *notes]
 
 
 def _fewer_processes(given: Layout) -> tuple[Layout, list[str]]:
@@ -88,9 +73,9 @@ def _fewer_processes(given: Layout) -> tuple[Layout, list[str]]:
         if axis == "data":
             degrees["expert"] = math.gcd(layout.expert, degrees["data"])
         layout = dataclasses.replace(layout, **degrees)
-    shrunk = [axis for axis in (*AXES, "replicas", "expert") if getattr(layout, axis) != getattr(given, axis)]
+    degrees = {axis: (getattr(layout, axis), getattr(given, axis)) for axis in (*AXES, "replicas", "expert")}
     return layout, [
-        f"parallel.{axis} = {getattr(layout, axis)} for {getattr(given, axis)}" for axis in shrunk
+        f"parallel.{axis} = {now} for {was}" for axis, (now, was) in degrees.items() if now != was
     ]
 
 

@@ -1,8 +1,9 @@
-"""Replay published measurements: every row of `published/*.json` predicted, beside what was reported.
+"""Replay measurements beside their predictions: every row of `published/*.json`, and our own runs.
 
-A row names a model, a batch, a layout, the software and the cluster; what it does not say comes from the
-`defaults` of its file. A row with `left_out` lacks a fact without which nothing can be predicted; it is listed
-with its reason and does not count.
+A published row names a model, a batch, a layout, the software and the cluster; what it does not say comes from the
+`defaults` of its file. A row with `left_out` lacks a fact without which nothing can be predicted; it is listed with its
+reason and does not count. A file of own predictions, made before their measurement, holds cases, each with what was
+predicted and, once measured, what was found; `digest` is of all that was predicted, so that a change is seen.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.console import table
+from ..core.console import amount, table
+from ..core.errors import WrongUse
 from ..models.config import preset
 from ..planner.cost import step_seconds
 from ..planner.hardware import FITTED, Cluster, Constants, find_cluster
@@ -101,9 +103,8 @@ def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
 def predict(case: Case, constants: Constants = FITTED) -> float:
     """Seconds of the whole case."""
     cluster = dataclasses.replace(case.cluster, constants=constants)
-    return sum(
-        steps * step_seconds(work, layouts, cluster, case.software) for steps, work, layouts in case.phases
-    )
+    spent = (steps * step_seconds(*what, cluster, case.software) for steps, *what in case.phases)
+    return sum(spent)
 
 
 def replay(constants: Constants = FITTED) -> list[Replay]:
@@ -129,19 +130,15 @@ def bands(replays: list[Replay]) -> dict[str, dict[str, Any]]:
     for name in sorted({found.case.software.name for found in replays}):
         own = [found for found in replays if found.case.software.name == name]
         family = [found for found in replays if _family(found.case.software.name) == _family(name)]
-        left_out, others = (
-            [abs(found.error) for found in rows if not found.case.fitted] for rows in (own, family)
-        )
+        left_out = [abs(found.error) for found in own if not found.case.fitted]
+        others = [abs(found.error) for found in family if not found.case.fitted]
         widths = [_quantile(left_out)]
         if len(left_out) < FEWEST:
             widths += [_quantile(others), _quantile([abs(found.error) for found in own])]
         if len(others) >= FEWEST:
             chips = sorted({found.case.cluster.chip.key for found in own})
-            table[name] = {
-                "rows": len(left_out),
-                "band": math.ceil(1e3 * max(0.05, *widths)) / 1e3,
-                "chips": chips,
-            }
+            wide = math.ceil(1e3 * max(0.05, *widths)) / 1e3
+            table[name] = {"rows": len(left_out), "band": wide, "chips": chips}
     return table
 
 
@@ -155,10 +152,7 @@ def _quantile(errors: list[float]) -> float:
 
 
 def replay_memory() -> list[tuple[str, float, float]]:
-    """Name, predicted and reported GiB of every published figure of memory (`kind` memory).
-
-    States are those of the mean process: a figure of a whole model divides them by the number of processes.
-    """
+    """Name, predicted and reported GiB of every published figure of memory; states are those of the mean process."""
     found = []
     for name, row in published_rows("memory"):
         case = _case(name, row | {"seconds": 1.0})
@@ -172,9 +166,7 @@ def replay_memory() -> list[tuple[str, float, float]]:
 
 
 def replay_limits() -> list[tuple[str, bool, bool]]:
-    """Name, whether it is predicted to fit, and whether it was reported to: every run, every published limit, and
-    the step above each limit.
-    """
+    """Name, whether it is said to fit, and whether it did: every run, every limit, and the step above each limit."""
     cases = [case for case in published_cases() if not case.memory_unsaid]
     found = [(f"{case.table}: {case.name}", _fits(case), True) for case in cases]
     for name, row in published_rows("limits"):
@@ -191,15 +183,12 @@ def _fits(case: Case) -> bool:
 
 def published_rows(kind: str) -> list[tuple[str, dict[str, Any]]]:
     """The rows of all files of a kind, each with its file's name and defaults."""
-    tables = {
-        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*.json"))
-    }
-    return [
-        (name, table.get("defaults", {}) | row)
-        for name, table in tables.items()
-        if table.get("kind", "steps") == kind
-        for row in table["rows"]
-    ]
+    found = []
+    for path in sorted(PUBLISHED.glob("*.json")):
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        if rows.get("kind", "steps") == kind:
+            found += [(path.stem, rows.get("defaults", {}) | row) for row in rows["rows"]]
+    return found
 
 
 # mean of the tables' medians; GiB; median of a program's rows left out; bias of the H100's; throughput of engines
@@ -224,9 +213,7 @@ def by_program(replays: list[Replay]) -> dict[str, dict[str, float]]:
 
 
 def production_factor(table: str = "") -> tuple[int, float]:
-    """Rows of long runs as reported (`kind` production), of one table or all, and the median of reported over predicted
-    seconds.
-    """
+    """Rows of long runs as reported, of one table or all, and the median of reported over predicted seconds."""
     rows = [(name, row) for name, row in published_rows("production") if table in ("", name)]
     cases = [_case(name, row) for name, row in rows]
     return len(cases), statistics.median(case.seconds / predict(case) for case in cases)
@@ -242,9 +229,9 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
     dense = [item for item in replays if not item.case.experts]
     worst = max(abs(predicted / reported - 1) for _, predicted, reported in memory)
     wrong = [name for name, predicted, fit in limits if predicted != fit]
-    h100 = statistics.median(
-        item.error for item in dense if not item.case.fitted and item.case.cluster.chip.key.startswith("h100")
-    )
+    judged = [item for item in dense if not item.case.fitted]
+    on_h100 = [item.error for item in judged if item.case.cluster.chip.key.startswith("h100")]
+    h100 = statistics.median(on_h100)
     engines = [abs(error) for _, error in throughput_errors()]
     reached = {
         "tables": statistics.mean(median for _, median, _ in medians(dense).values()),
@@ -253,47 +240,27 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
         "h100": abs(h100),
         "throughput": statistics.median(engines),
     }
-    rows = [
-        {
-            "table": item.case.table,
-            "name": item.case.name,
-            "fitted": item.case.fitted,
-            "reported": item.case.reported,
-            "reported_seconds": item.case.seconds,
-            "predicted_seconds": item.predicted,
-            "error": item.error,
-        }
-        for item in replays
-    ]
+    rows, shown = [], []
+    for item in replays:
+        case = item.case
+        said = {name: getattr(case, name) for name in ("table", "name", "fitted", "reported")}
+        times = {"reported_seconds": case.seconds, "predicted_seconds": item.predicted, "error": item.error}
+        rows.append(said | times)
+        half = "fitted" if case.fitted else "left out"
+        cells = f"{case.seconds:.4g}", f"{item.predicted:.4g}", f"{item.error:+.1%}"
+        shown.append((f"{case.table}: {case.name}", half, *cells))
     lines: list[str] = []
     if all_rows:
-        shown = [
-            (
-                f"{row['table']}: {row['name']}",
-                "fitted" if row["fitted"] else "left out",
-                f"{row['reported_seconds']:.4g}",
-                f"{row['predicted_seconds']:.4g}",
-                f"{row['error']:+.1%}",
-            )
-            for row in rows
-        ]
         lines += [*table(("row", "half", "reported s", "predicted s", "error"), shown), ""]
-    cells = []
+    by_table: list[tuple] = []
     for name, (count, _, most) in tables.items():
         sides = [f"{half[name][1]:.1%} ({half[name][0]})" if name in half else "-" for half in apart]
-        cells.append((name, count, *sides, f"{most:.1%}"))
-    lines += table(("median error of", "rows", "fitted", "left out", "largest"), cells)
-    told = [
-        (
-            name,
-            row["rows"],
-            f"{row['median']:.1%}",
-            f"{row['bias']:+.1%}",
-            f"{row['band']:.1%}",
-            f"{row['inside']:.0%}",
-        )
-        for name, row in programs.items()
-    ]
+        by_table.append((name, count, *sides, f"{most:.1%}"))
+    lines += table(("median error of", "rows", "fitted", "left out", "largest"), by_table)
+    told: list[tuple] = []
+    for name, row in programs.items():
+        wide = f"{row['band']:.1%}", f"{row['inside']:.0%}"
+        told.append((name, row["rows"], f"{row['median']:.1%}", f"{row['bias']:+.1%}", *wide))
     lines += ["", *table(("program, rows left out", "rows", "median", "bias", "band", "inside"), told)]
     runs, factor = production_factor()
     skipped = [case for case in published_cases() if case.left_out]
@@ -337,3 +304,56 @@ def throughput_errors() -> list[tuple[str, float]]:
             name = f"{row['model']} on {row['tensor']} x {cluster.chip.key}, {length} and {new} tokens"
             found.append((name, (service.tokens_per_second if service else 0.0) / reported - 1))
     return found
+
+
+OWN_GOALS = {"seconds": 0.12, "bytes": 0.10}  # of medians
+
+
+def prediction_digest(cases: list[dict[str, Any]]) -> str:
+    """SHA-256 of all cases as they were predicted: everything but what was measured since."""
+    said = [{key: case[key] for key in case if key != "measured"} for case in cases]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def read_predictions(path: Path) -> dict[str, Any]:
+    """One file. Raises WrongUse when a prediction is no longer the one that was made."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if prediction_digest(found["cases"]) != found["digest"]:
+        text = "a prediction was changed after it was made"
+        raise WrongUse(text, where=path, fix="git log shows what it was")
+    return found
+
+
+def own_validation(folder: Path) -> tuple[dict[str, Any], list[str], bool]:
+    """Facts and lines of `plan validate --own`, and whether both goals are met. Raises WrongUse without predictions."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        fix = "a folder of *.json, such as benchmarks/results/predictions"
+        raise WrongUse("no predictions here", where=folder, fix=fix)
+    rows, cells = [], []
+    for path in files:
+        found = read_predictions(path)
+        for case in found["cases"]:
+            said, seen = case["predicted"], case.get("measured")
+            row = {"file": path.name, "name": case["name"], "prepared": found["prepared"]}
+            errors = {kind: said[kind] / seen[kind] - 1 for kind in OWN_GOALS} if seen else {}
+            rows.append(row | {"predicted": said, "measured": seen, "errors": errors})
+            shown = ("not yet", "-", "-", "not yet", "-")
+            if seen:
+                wrong = [f"{errors[kind]:+.1%}" for kind in ("seconds", "bytes")]
+                time, size = f"{seen['seconds']:.4g}", amount(seen["bytes"], "B")
+                shown = (time, wrong[0], f"{seen['spread']:.1%}", size, wrong[1])
+            name, size = f"{path.stem}: {case['name']}", amount(said["bytes"], "B")
+            cells.append((name, f"{said['seconds']:.4g}", *shown[:3], size, *shown[3:]))
+    header = ("prediction", "s/step", "measured", "error", "repeats differ", "memory", "measured", "error")
+    lines, measured = table(header, cells), [row for row in rows if row["measured"]]
+    medians = {}
+    for kind in OWN_GOALS if measured else ():
+        medians[kind] = statistics.median(abs(row["errors"][kind]) for row in measured)
+    lines += ["", f"{len(measured)} of {len(rows)} predictions measured since"]
+    lines += [
+        f"median error in {'time' if kind == 'seconds' else 'memory'}: {median:.1%} (goal {OWN_GOALS[kind]:.0%})"
+        for kind, median in medians.items()
+    ]
+    good = all(median <= OWN_GOALS[kind] for kind, median in medians.items())
+    return {"predictions": rows, "medians": medians}, lines, good

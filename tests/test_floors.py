@@ -227,7 +227,6 @@ def test_light_modules_import_no_torch() -> None:
         "throughline.models.config",
         "throughline.train.recipes.new_recipe",
         "throughline.train.recipes.rules",
-        "throughline.prove.own",
         "throughline.prove.validate",
     ]
     code = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from throughline.core.errors import WrongUse
-from throughline.prove.own import own_validation, prediction_digest
+from throughline.prove.validate import own_validation, prediction_digest
 
 
 def case(name: str, seconds: float, size: int, measured: bool = True) -> dict:
