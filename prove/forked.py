@@ -49,7 +49,7 @@ def keep_forkable() -> None:
 
 
 def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0) -> list[Any]:
-    """What `function` returns in each of `world` forked processes, by rank, which it finds in the launcher's environment.
+    """What `function` returns in each of `world` forked processes, by rank, told by the launcher's environment.
 
     The first failure ends all and is raised as RuntimeError with that rank's traceback; so is a run beyond `timeout_s`.
     """

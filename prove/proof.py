@@ -91,7 +91,7 @@ class Case:
 
     @property
     def reference_rows(self) -> int:
-        """Of a micro-batch of the single process: all, but in 16 bits, where each rounds its gradients, the layout's."""
+        """Of a micro-batch of the single process: all; in 16 bits, where each rounds its gradients, the layout's."""
         return self.micro_rows if self.precision in HALVES else self.rows
 
 
@@ -166,8 +166,8 @@ def value_of(case: Case, name: str, shape: torch.Size) -> Tensor:
 def make_trainer(case: Case, engine: Engine) -> Trainer:
     """The product's trainer around an engine, with the product's optimizer."""
     section = {"name": case.optimizer, "learning_rate": LEARNING_RATE, "weight_decay": 0.1}
-    train = {"steps": case.steps, "sequence_length": case.length, "batch_rows": case.rows}
-    train |= {"precision": case.precision}
+    sizes = {"steps": case.steps, "sequence_length": case.length, "batch_rows": case.rows}
+    train = sizes | {"precision": case.precision}
     optimizer = build_optimizer(engine, build_recipe({"train": train, "optimizer": section}, Recipe))
     scaler = LossScaler(SCALE, active=True) if case.precision == "fp16" else LossScaler()
     return Trainer(engine, optimizer, scaler, case.precision, CLIP_NORM)

@@ -103,8 +103,10 @@ def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
 def predict(case: Case, constants: Constants = FITTED) -> float:
     """Seconds of the whole case."""
     cluster = dataclasses.replace(case.cluster, constants=constants)
-    spent = (steps * step_seconds(*what, cluster, case.software) for steps, *what in case.phases)
-    return sum(spent)
+    each = [
+        (steps, step_seconds(work, layouts, cluster, case.software)) for steps, work, layouts in case.phases
+    ]
+    return sum(steps * seconds for steps, seconds in each)
 
 
 def replay(constants: Constants = FITTED) -> list[Replay]:
