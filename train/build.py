@@ -1,13 +1,11 @@
-"""From a resolved recipe to the things that train: stores, datasets, config, trainer. Nothing is written
-here.
-"""
+"""From a resolved recipe to the things that train: stores, datasets, config, trainer. Nothing is written here."""
 
 import importlib.util
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,14 +52,13 @@ class RunPlan:
 
     def fill(self, engine: Engine) -> None:
         """Give the weights their values before the first step."""
-        if self.recipe.model.init_from:
-            where = self.recipe.model.init_from
+        if where := self.recipe.model.init_from:
             start_from(adopt(open_weights(where)[0], self.config, where), engine)
         else:
             engine.fill()
 
-    def batches(self, mesh: Mesh, cache: Path | None = None) -> "Batches":
-        """The batches of this process."""
+    def batches(self, mesh: Mesh, cache: Path | None = None) -> Any:
+        """What gives this process its batches, ready for a step, by the rows that have been read before."""
         return StepBatches(self, training_rows(self, cache), mesh.data, mesh.context)
 
     @property
@@ -116,10 +113,11 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     """Open and check everything that a resolved recipe names. Text is tokenised into `cache`, at the end of all
     checks; without one the plan of text says what would be trained and has nothing to train on.
 
-    Raises WrongUse for what is missing (a dashboard's package too) or does not fit together, Refused for a
-    damaged store, a precision that the device lacks and a model larger than memory.
+    Raises WrongUse for what is missing or does not fit together, Refused for a damaged store, a precision that the
+    device lacks and a model larger than memory.
     """
-    for sink in recipe.log.sinks if running_processes()[0] == 0 else ():  # the one that writes to them
+    leads, init_from = running_processes()[0] == 0, recipe.model.init_from
+    for sink in recipe.log.sinks if leads else ():
         if importlib.util.find_spec(sink) is None:
             raise MissingExtra(sink, f"the sink {sink}", sink)
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
@@ -140,16 +138,16 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         why = f"{least:,} tokens are held out, a row has {train.sequence_length:,} (+ 1 for the last target)"
         fix = "a larger data.validation_fraction, data.validation, or data.validation_fraction=0 for none"
         raise WrongUse("the validation split is less than a row", where="data", why=why, fix=fix)
-    if recipe.model.init_from and running_processes()[0] == 0:  # before a directory is claimed for the run
-        model, tokenizer = open_weights(recipe.model.init_from)
-        adopt(model, plan.config, recipe.model.init_from)
+    if init_from and leads:  # before a directory is claimed for the run
+        model, tokenizer = open_weights(init_from)
+        adopt(model, plan.config, init_from)
         if corpus.tokenizer is not None:
-            check_tokens(corpus.tokenizer, tokenizer, recipe.model.init_from)
-        corpus = replace(corpus, inputs=[*corpus.inputs, input_record(recipe.model.init_from)])
-    if recipe.model.init_from:
-        corpus = replace(corpus, beside=Path(recipe.model.init_from))
+            check_tokens(corpus.tokenizer, tokenizer, init_from)
+        corpus = replace(corpus, inputs=[*corpus.inputs, input_record(init_from)])
+    if init_from:
+        corpus = replace(corpus, beside=Path(init_from))
     plan = replace(plan, memory=memory, corpus=corpus)
-    if running_processes()[0] == 0:
+    if leads:
         check_epochs(plan.outlook[0]["epochs"])
     return plan
 
@@ -163,14 +161,12 @@ def validation_plan(recipe: Recipe, device: torch.device, cache: Path | None = N
 def dataset_options(plan: RunPlan) -> DatasetOptions:
     """The recipe's rows, in the terms of the data stage."""
     recipe, data = plan.recipe, plan.recipe.data
+    length, seed = recipe.train.sequence_length, recipe.train.seed
     if plan.family == "gpt":
+        offsets = data.random_offsets and data.packing == "windows"
+        packing, apart = data.packing, data.separate_documents
         return DatasetOptions(
-            "gpt",
-            recipe.train.sequence_length,
-            seed=recipe.train.seed,
-            packing=data.packing,
-            separate_documents=data.separate_documents,
-            random_offsets=data.random_offsets and data.packing == "windows",
+            "gpt", length, seed, packing=packing, separate_documents=apart, random_offsets=offsets
         )
     objective, tokenizer = recipe.objective or ObjectiveSection(), plan.corpus.tokenizer
     where = data.sources()[0].path
@@ -184,8 +180,8 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
         raise WrongUse("a BERT cannot be trained with this tokenizer", where=where, why=why, fix=fix)
     return DatasetOptions(
         "bert",
-        recipe.train.sequence_length,
-        seed=recipe.train.seed,
+        length,
+        seed,
         packing="packed" if objective.packing else "windows",
         nsp=objective.sentences,
         pair_copies=objective.pair_copies,
@@ -215,12 +211,6 @@ def validation_rows(plan: RunPlan, cache: Path | None = None) -> list[Dataset]:
     return [open_dataset(store, options, None, cache) for store in plan.corpus.validation]
 
 
-class Batches(Protocol):
-    """Batches that are ready for a step, by the rows that have been read before."""
-
-    def batch(self, position: int, count: int) -> StepBatch: ...
-
-
 @dataclass(frozen=True)
 class StepBatches:
     """Batches ready for the step, this process's part of each row; the loader's thread makes them."""
@@ -230,18 +220,14 @@ class StepBatches:
     data: Axis = ALONE
     context: Axis = ALONE
 
-    @property
-    def unpad(self) -> bool:
-        """Whether padding may be left out: not where processes share a row or the place in a row matters."""
-        layout, config = self.plan.recipe.parallel.layout(), self.plan.config
-        alone = layout.pipeline == layout.context == layout.tensor == 1
-        return alone and not config.attention_window and not getattr(config, "relative_buckets", 0)
-
     def batch(self, position: int, count: int) -> StepBatch:
-        plan, recipe = self.plan, self.plan.recipe
-        how = recipe.train.rows_per_micro_batch, plan.device, recipe.mask_fraction, self.unpad
+        recipe, config = self.plan.recipe, self.plan.config
+        # padding is left out but where processes share a row or the place in a row matters
+        alone = recipe.parallel.pipeline == recipe.parallel.context == recipe.parallel.tensor == 1
+        unpad = alone and not config.attention_window and not getattr(config, "relative_buckets", 0)
+        how = recipe.train.rows_per_micro_batch, self.plan.device, recipe.mask_fraction, unpad
         rows = self.dataset.batch(position, count)
-        return prepare(rows, plan.family, *how, context=self.context, processes=self.data.size)
+        return prepare(rows, self.plan.family, *how, context=self.context, processes=self.data.size)
 
 
 def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:
@@ -282,8 +268,7 @@ def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:
     communicator, warmup_steps = engine.communicator, section.warmup(recipe.train.steps)
     if section.scheme == "one-bit-adam":
         adam = partial(OneBitAdam, communicator=communicator, warmup_steps=warmup_steps)
-        optimizer = build_optimizer(engine, recipe, adam)
-        assert isinstance(optimizer, OneBitAdam)
+        optimizer: Any = build_optimizer(engine, recipe, adam)
         engine.communication_hook = optimizer
         return optimizer
     if section.scheme == "bf16":

@@ -32,10 +32,8 @@ class Corpus:
 
 
 def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:
-    """Text is tokenised into `cache`, once; without one only its size and vocabulary are told.
-
-    Raises WrongUse for what is missing or does not fit together, Refused for what is damaged, and what
-    `tokenize` raises.
+    """Text is tokenised into `cache`, once; without one only its size and vocabulary are told. Raises WrongUse for what
+    is missing or does not fit together, Refused for what is damaged, and what `tokenize` raises.
     """
     data = recipe.data
     paths, validation = [source.path for source in data.sources()], data.validation
@@ -110,25 +108,20 @@ def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequ
     """The vocabulary that all stores share, or the recipe's. Refuses ids without an embedding."""
     marks = {str(facts.get("tokenizer", "")): path for facts, path in zip(every, paths)}
     if len(marks) > 1:
-        where = ", ".join(marks.values())
-        raise Refused(
-            "token stores of different tokenizers", where=where, fix="tokenise all with one tokenizer"
-        )
-    given = recipe.model.overrides.get("vocab_size")
-    vocab_size = given or every[0].get("vocab_size")
+        where, fix = ", ".join(marks.values()), "tokenise all with one tokenizer"
+        raise Refused("token stores of different tokenizers", where=where, fix=fix)
+    vocab_size = recipe.model.overrides.get("vocab_size") or every[0].get("vocab_size")
     if not vocab_size:
+        what, why = "the size of the vocabulary is not known", "the store is foreign"
         fix = "set model.overrides.vocab_size, and train with a tokenizer.json beside the store to evaluate text"
-        raise WrongUse(
-            "the size of the vocabulary is not known", where=paths[0], why="the store is foreign", fix=fix
-        )
+        raise WrongUse(what, where=paths[0], why=why, fix=fix)
     for facts, path in zip(every, paths):
         largest = facts.get("largest_id", -1)
         if largest >= vocab_size:
-            raise Refused(
-                "the tokens do not fit the model's vocabulary",
-                where=path,
-                why=f"largest id {largest}, vocab_size {vocab_size}",
-                fix=f"set model.overrides.vocab_size to at least {facts.get('vocab_size', largest + 1)}, "
-                f"or leave it out",
+            why, least = (
+                f"largest id {largest}, vocab_size {vocab_size}",
+                facts.get("vocab_size", largest + 1),
             )
+            fix = f"set model.overrides.vocab_size to at least {least}, or leave it out"
+            raise Refused("the tokens do not fit the model's vocabulary", where=path, why=why, fix=fix)
     return int(vocab_size)

@@ -158,10 +158,11 @@ class Engine:
         return self._pipelines[shape]
 
     def _inverse_counts(self, batch: StepBatch) -> Tensor:
-        """1 / target count (terms,) over the rows of all processes; 0 for a term without targets."""
+        """1 / target count (terms,) over the rows of all processes."""
         return self._inverse(self.mesh.gradient.all_reduce(batch.counts_there.clone()))
 
     def _inverse(self, counts: Tensor) -> Tensor:
+        """0 for a term without targets."""
         return torch.where(counts > 0, 1 / counts, 0).to(self.wide)
 
     @torch.no_grad()
@@ -205,7 +206,8 @@ class Engine:
             for buffer in self.buffers:
                 buffer.finish()
                 self.communicator.count_all_reduce(buffer.flat.nbytes, buffer.axis)
-        sum_gradients(_gradients(self.partial), self.mesh.tensor)
+        if self.partial:
+            sum_gradients(_gradients(self.partial), self.mesh.tensor)
         if self._tied_apart:
             self._sum_tied()
         if self.offload is not None:
@@ -357,11 +359,6 @@ class Engine:
         """Wait for updates that are still under way, before values are read."""
         if self.offload is not None:
             self.offload.wait()
-
-    def rescale(self, factor: float) -> None:
-        """fp16's loss scale, and with it every gradient to come, has become `factor` times as large."""
-        if self.communication_hook is not None:
-            self.communication_hook.rescale(factor)
 
     def _seed_dropout(self, step: int) -> None:
         """Start this process's dropout stream of a step, a function of (seed, step, rank): with sequence parallelism no

@@ -1,8 +1,7 @@
 """Validation inside and after a run: GPT loss, perplexity, bits per byte; BERT masked-token and pair accuracy.
 
-The whole split is read once in order: every GPT window of `sequence_length` without overlap, and the shorter
-rest; every BERT pair with one fixed draw of masks. Sums are divided by the count of targets at the end, so
-the batch does not matter.
+The split is read once in order: every GPT window without overlap, and the shorter rest; every BERT pair with one fixed
+draw of masks. Sums are divided by the count of targets at the end, so the batch does not matter.
 """
 
 import math
@@ -24,10 +23,7 @@ DECODED_TOKENS = 4_000_000  # bytes per token are counted over this much of the 
 
 
 class Validation:
-    """Evaluator of a run: called with the engine and the step, returns the figures of the validation split.
-
-    Inside the run it reads `train.eval_rows` rows when that is set, at the last step the whole split.
-    """
+    """Evaluator of a run: the figures of the validation split, of `train.eval_rows` rows before the last step."""
 
     def __init__(self, plan: RunPlan, cache: Path | None = None) -> None:
         self.plan = plan
@@ -39,10 +35,12 @@ class Validation:
 
     def measure(self, engine: Engine, rows: int | None = None) -> dict[str, float]:
         """The figures over the first `rows` rows, or over all. The model's mode is given back as it was."""
-        sums = engine.evaluate(self._rows(rows, engine.layout.data), self.plan.recipe.mask_fraction)
+        sums = engine.evaluate(self._rows(rows, engine.layout.data), self.plan.recipe.mask_fraction).tolist()
         if self.plan.family == "gpt":
-            return self._gpt_figures(*sums[:2].tolist())
-        return _bert_figures(*sums.tolist())
+            return self._gpt_figures(*sums[:2])
+        loss, right, count, pairs_right, pairs = sums
+        figures = {"mlm_loss": loss / count, "mlm_accuracy": right / count, "masked_tokens": int(count)}
+        return figures | ({"nsp_accuracy": pairs_right / pairs, "pairs": int(pairs)} if pairs else {})
 
     def _rows(self, rows: int | None, processes: int) -> Iterator[dict[str, np.ndarray]]:
         """Batches that so many data processes share, of all stores; `rows` of them in all."""
@@ -84,15 +82,6 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
     start = dataset.rows * dataset.options.sequence_length
     ids = dataset.store.read(start, dataset.store.tokens).astype(np.int64)
     return {"input_ids": ids[None, :-1], "targets": ids[None, 1:]} if len(ids) > 1 else None
-
-
-def _bert_figures(
-    loss: float, right: float, count: float, pairs_right: float, pairs: float
-) -> dict[str, float]:
-    figures = {"mlm_loss": loss / count, "mlm_accuracy": right / count, "masked_tokens": int(count)}
-    if pairs:
-        figures |= {"nsp_accuracy": pairs_right / pairs, "pairs": int(pairs)}
-    return figures
 
 
 @torch.no_grad()

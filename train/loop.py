@@ -1,8 +1,5 @@
-"""The training loop: start or resume, step, log, evaluate, save; stop on a signal with everything saved.
-
-A run is a workspace directory: recipe.toml (resolved), metrics.jsonl, events.jsonl, checkpoints/,
-report.html, and manifest.json when it has ended. The same command continues a run that was stopped or killed,
-on a CPU to the last bit.
+"""The training loop: start or resume, step, log, evaluate, save; stop on a signal with everything saved. The same
+command continues a run that was stopped or killed, on a CPU to the last bit.
 """
 
 import os
@@ -21,7 +18,6 @@ from ..core.errors import EXIT_INTERRUPTED, Failed, Stopped
 from ..core.hardware import keep_freed_memory
 from ..core.recipe import recipe_hash
 from ..data.dataset import Loader
-from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
 from .checkpoints.checkpoint import CheckpointWriter, restore
 from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, open_run, verified_share
@@ -48,12 +44,11 @@ def train(
     evaluators: Sequence[Evaluator] = (),
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Train to the recipe's last step and return the summary.
+    """Train to the recipe's last step and return the summary. Each process of a layout calls this; the first keeps the
+    directory. `resume`: "auto" continues what is in it, "never" refuses a directory that holds a run.
 
-    `resume`: "auto" continues what is in `run_dir`, "never" refuses a directory that holds a run. Raises
-    Stopped after SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row
-    were not finite. With a layout of several processes each of them calls this; the first keeps the
-    directory.
+    Raises Stopped after SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row
+    were not finite.
     """
     parallel = plan.recipe.parallel
     with (
@@ -121,8 +116,9 @@ class Run:
                 self.ranks.watch(self.workspace.path / HEARTBEAT) as self.report.heartbeat,
                 self.signals,
                 self._batches() as batches,
-                self._progress() as bar,
+                progress("train", self.plan.tokens_to_train, "tokens") as bar,
             ):
+                bar.start_at(trainer.samples * self.plan.recipe.train.sequence_length)
                 if self.plan.recipe.target is not None:  # what its log is made of
                     self._event("running")
                 self._steps(cast(Iterator[StepBatch], batches), bar)
@@ -147,9 +143,8 @@ class Run:
         mesh, train = self.ranks.mesh, self.plan.recipe.train
         opened = partial(self.plan.batches, mesh, self.workspace.path / "cache")
         self.ranks.first_decides(lambda: opened() and None)  # builds the index that all find
-        batches = opened()
         return Loader(
-            cast(Dataset, batches),
+            opened(),
             lambda position: train.rows_at(position) // mesh.data.size,
             position=self.trainer.samples,
             rank=mesh.data.rank,
@@ -157,16 +152,9 @@ class Run:
             ahead=2,
         )
 
-    def _progress(self) -> progress:
-        length = self.plan.recipe.train.sequence_length
-        bar = progress("train", self.plan.tokens_to_train, "tokens")
-        bar.start_at(self.trainer.samples * length)
-        return bar
-
     def _steps(self, batches: Iterator[StepBatch], bar: progress) -> None:
-        """The steps that are left, with what is due between them, until a target is reached or a signal came.
-
-        Where nothing waits for a step its figures are read when the next one is under way.
+        """The steps that are left, with what is due between them, until a target is reached or a signal came. Where
+        nothing waits for a step its figures are read when the next one is under way.
         """
         trainer, recipe = self.trainer, self.plan.recipe
         upcoming: StepBatch | None = None
@@ -259,9 +247,8 @@ class Run:
         self._event("checkpoint", pause_s=round(pause, 4), memory=self.report.memory.record())
 
     def _until_written(self) -> None:
-        """Wait until no process writes a checkpoint; raises what went wrong with this one's. Collective.
-
-        By many collectives: the time limit is for one, and to write a large state may take longer.
+        """Wait until no process writes a checkpoint; raises what went wrong with this one's. By many collectives: the
+        time limit is for one, and to write a large state may take longer.
         """
         while self.ranks.most(int(not self.writer.idle)):
             self.report.heartbeat.mark("a look at the checkpoint")
@@ -330,9 +317,8 @@ class StopNow(Exception):
 
 
 class Signals:
-    """Which signal asked the run to stop, if any. A context manager; outside the main thread it does nothing.
-
-    A second Ctrl-C ends the process at once: what was being written stays aside under a temporary name.
+    """Which signal asked the run to stop, if any; outside the main thread none does. A second Ctrl-C ends the process
+    at once: what was being written stays aside under a temporary name.
     """
 
     def __init__(self) -> None:

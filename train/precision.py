@@ -1,8 +1,8 @@
-"""Arithmetic: the dtype of the products, loss scaling for fp16, products in fp8, and what a device can do.
+"""Arithmetic: the device of a recipe, the dtype of the products, loss scaling for fp16, products in fp8.
 
-Weights are computed with in the dtype of the products: with bf16 and fp16 the optimizer moves fp32 masters, of
-which the model has rounded copies, and gradients of 16 bits are added up in fp32. fp16 underflows below 6e-8, so its
-loss is scaled up and the gradients are divided again (Micikevicius et al. 2018, section 3.2).
+With bf16 and fp16 the optimizer moves fp32 masters, of which the model has rounded copies, and gradients of 16 bits are
+added up in fp32. fp16 underflows below 6e-8, so its loss is scaled up and the gradients are divided again
+(Micikevicius et al. 2018, section 3.2), with the scale found by the run itself.
 """
 
 import importlib.util
@@ -29,11 +29,8 @@ def pick_device(wanted: str, precision: str) -> torch.device:
     Raises WrongUse when there is no such device and Refused when it cannot compute in that precision.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise WrongUse(
-            "no CUDA device here",
-            where="train.device",
-            fix='set train.device = "cpu", or see: throughline doctor',
-        )
+        fix = 'set train.device = "cpu", or see: throughline doctor'
+        raise WrongUse("no CUDA device here", where="train.device", fix=fix)
     if wanted == "cpu" or not torch.cuda.is_available():
         if precision == "tf32":
             why, fix = "tf32 is an arithmetic of NVIDIA's GPUs", 'train.precision = "fp32"'
@@ -64,9 +61,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class LossScaler:
-    """The scale of the loss in fp16: halved after a step that overflowed, doubled after many that did not.
-
-    In other precisions it is 1 and stays 1. On a GPU the scale follows a step later than on a CPU (`launch_step`).
+    """The scale of the loss in fp16: halved after a step that overflowed, doubled after many that did not. In other
+    precisions it stays 1. On a GPU it follows a step later than on a CPU (`launch_step`).
     """
 
     scale: float = 1.0
@@ -79,13 +75,10 @@ class LossScaler:
 
     def update(self, finite: bool) -> None:
         """After each step: whether its gradients were finite."""
-        if not self.active:
-            return
-        if not finite:
+        self.good_steps += self.active
+        if self.active and not finite:
             self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == GROWTH_INTERVAL:
+        elif self.good_steps == GROWTH_INTERVAL:
             self.scale, self.good_steps = self.scale * 2, 0
 
 

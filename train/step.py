@@ -79,13 +79,13 @@ class Launched:
             self.arrived.synchronize()
         read_at, trainer = time.perf_counter(), self.trainer
         *terms, norm, heard = self.figures if isinstance(self.figures, list) else self.figures.tolist()
-        routed, terms = terms[: len(trainer.engine.routers.names)], terms[len(trainer.engine.routers.names) :]
-        norm /= self.scale
+        count = len(trainer.engine.routers.names)
+        routed, terms, norm = terms[:count], terms[count:], norm / self.scale
         finite = all(map(math.isfinite, (*terms, norm)))
-        before = trainer.scaler.scale
+        before, hook = trainer.scaler.scale, trainer.engine.communication_hook
         trainer.scaler.update(finite)
-        if trainer.scaler.scale != before:
-            trainer.engine.rescale(trainer.scaler.scale / before)
+        if hook is not None and trainer.scaler.scale != before:
+            hook.rescale(trainer.scaler.scale / before)  # as every gradient to come is
         trainer.skipped += not finite
         trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
         rest = norm, not finite, self.sent, tuple(routed), int(heard), read_at

@@ -1,9 +1,8 @@
 """Measure this machine for a minute, so that the planner's predictions for it rest on measurements.
 
-Probes give the machine's own numbers: the best speed of a matrix product, the bandwidth of a copy, the time of the
-smallest kernel, and for a job of several processes the time and bandwidth of a sum in groups of each size. Short
-stretches of the real trainer at two sizes then correct two of them, speed and launch, and what the program itself takes
-of memory; a third stretch, of another depth, is left out and says how good that is.
+Probes give the speed of a matrix product, the bandwidth of a copy, the time of the smallest kernel and of sums over
+processes. Short stretches of the real trainer at two sizes then correct speed and launch, and what the program itself
+takes of memory; a third stretch, of another depth, is left out and says how good that is.
 """
 
 import dataclasses

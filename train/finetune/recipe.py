@@ -118,9 +118,8 @@ def inputs_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:
     if not recipe.data.validation and not recipe.data.validation_fraction:
         yield Problem("data.validation_fraction", "nothing is held out to measure on", "for example 0.2")
     if recipe.task == "retrieval" and not recipe.data.pair_field:
-        yield Problem(
-            "data.pair_field", "retrieval needs the passage of each query", 'for example "positive"'
-        )
+        text = "retrieval needs the passage of each query"
+        yield Problem("data.pair_field", text, 'for example "positive"')
 
 
 def layout_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:
@@ -149,20 +148,18 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
     epoch = math.ceil(records / given.batch_rows)
     steps = given.epochs * epoch
     warmup = max(round(steps * recipe.schedule.warmup_fraction), 1)
+    run = {
+        "steps": steps,
+        "micro_batch_rows": given.micro_batch_rows or given.batch_rows // recipe.parallel.data,
+        "eval_every_steps": epoch,
+        # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
+        "stop_after_skipped": 20 if given.precision == "fp16" else 1,
+    }
+    family = "gpt" if recipe.task == "instruction" else "bert"
     tree: dict[str, Any] = {
         "data": {"train": [{"path": recipe.data.train}], "validation": recipe.data.validation},
-        "model": {
-            "family": "gpt" if recipe.task == "instruction" else "bert",
-            "init_from": recipe.model.init_from,
-        },
-        "train": given.model_dump(exclude={"epochs"})
-        | {
-            "steps": steps,
-            "micro_batch_rows": given.micro_batch_rows or given.batch_rows // recipe.parallel.data,
-            "eval_every_steps": epoch,
-            # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
-            "stop_after_skipped": 20 if given.precision == "fp16" else 1,
-        },
+        "model": {"family": family, "init_from": recipe.model.init_from},
+        "train": given.model_dump(exclude={"epochs"}) | run,
         "optimizer": {"beta2": 0.999} | recipe.optimizer.model_dump(),
         "schedule": {"kind": "linear", "warmup_steps": warmup, "final_fraction": 0.0},
         "checkpoint": {"save_every_steps": epoch, "keep": 1},
@@ -180,10 +177,8 @@ def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:
     def absolute(path: str) -> str:
         return str(Path(path).resolve()) if path else ""
 
-    data = recipe.data.model_copy(
-        update={name: absolute(getattr(recipe.data, name)) for name in ("train", "validation")}
-    )
-    train = recipe.train
+    paths = {name: absolute(getattr(recipe.data, name)) for name in ("train", "validation")}
+    data, train = recipe.data.model_copy(update=paths), recipe.train
     if train.precision == "auto":
         train = train.model_copy(update={"precision": usual_precision(train.device)})
     model = StartSection(init_from=absolute(recipe.model.init_from))

@@ -1,8 +1,5 @@
-"""Fine-tuning: an objective of the one training loop, and a model artifact at the end that exports and serves like any
-other.
-
-The run stands beside the artifact until that is written, in a directory named by the recipe's hash: the same command
-goes on with it.
+"""Fine-tuning: an objective of the one training loop, and a model artifact at the end. Until that is written the run
+stands beside it, in a directory named by the recipe's hash: the same command goes on with it.
 """
 
 import json
@@ -54,8 +51,8 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     Face layout (before anything is trained), Failed for a loss that is not finite.
     """
     check_free(out, overwrite)
-    plan = plan_task(recipe)
-    home = Path(f"{out}.{recipe_hash(recipe)[-8:]}.run")
+    plan, digest = plan_task(recipe), recipe_hash(recipe)
+    home = Path(f"{out}.{digest[-8:]}.run")
     validation = train(plan, home, evaluators=[plan.measure])["validation"]
     if running_processes()[0] > 0:
         return None
@@ -69,7 +66,7 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     made_of = plan.corpus
     assert made_of.tokenizer is not None and made_of.tokenizer_json is not None
     with create_artifact(
-        out, "model", inputs=made_of.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
+        out, "model", inputs=made_of.inputs, recipe_hash=digest, overwrite=overwrite
     ) as draft:
         write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path, made_of.beside)
         if recipe.task == "retrieval":
@@ -96,16 +93,15 @@ class TaskPlan(RunPlan):
     def fill(self, engine: Engine) -> None:
         start_from(dict(self.base.named_parameters()), engine)
 
-    def batches(self, mesh: Mesh, cache: Path | None = None) -> "TaskBatches":
+    def batches(self, mesh: Mesh, cache: Path | None = None) -> Any:
         return TaskBatches(self, mesh.data.size)
 
+    @torch.no_grad()
     def measure(self, engine: Engine, step: int) -> dict[str, Any]:
         """The evaluator of the run: figures of the weights that are saved."""
-        model = whole_model(engine)
-        if model is None:
+        if (model := whole_model(engine)) is None:
             return {}
-        with torch.no_grad():
-            figures = self.task.measure(model, self.measured, engine.device)
+        figures = self.task.measure(model, self.measured, engine.device)
         say(f"epoch {step // self.recipe.train.eval_every_steps}: " + figures_text(figures))
         return figures
 

@@ -1,8 +1,5 @@
 """The five tasks: how records become rows, what is minimised, and how predictions are scored.
 
-Each is used in this order: `prepare` (labels), `rows`, `objective` (the model with its head, and `sums` of the losses
-of a micro-batch, which are divided by the `count` of the whole batch), `measure` over the records that were held out.
-
 Shape letters: B rows, S positions, W width, N places with a target.
 """
 
@@ -30,7 +27,9 @@ from .records import Record, Row, classification, collate, fields_of, pair_row, 
 
 @dataclass
 class Task:
-    """What the tasks share: framing of a text and a pair, and batches for measuring."""
+    """Used in this order: `prepare` (labels), `rows`, `objective` (the model with its head, and `sums` of the losses of
+    a micro-batch, divided by the `count` of the whole batch), `measure` over the records that were held out.
+    """
 
     recipe: FinetuneRecipe
     tokenizer: Tokenizer
@@ -127,8 +126,7 @@ class Classification(Task):
         return rows
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
-        predicted: list[int] = []
-        right: list[int] = []
+        predicted, right = list[int](), list[int]()
         for logits, batch in self.answers(model, records, device):
             predicted += logits.argmax(-1).tolist()
             right += batch["targets"].tolist()
@@ -162,8 +160,7 @@ class TokenClassification(Task):
         return rows
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
-        predicted: list[list[str]] = []
-        right: list[list[str]] = []
+        predicted, right = list[list[str]](), list[list[str]]()
         for logits, batch in self.answers(model, records, device):
             for said, were in zip(logits.argmax(-1).tolist(), batch["targets"].tolist()):
                 kept = [place for place, target in enumerate(were) if target != IGNORED]

@@ -1,11 +1,7 @@
-"""What a run writes down: `metrics.jsonl` is the truth, the terminal and the dashboards show the same
-records.
+"""What a run writes down: `metrics.jsonl` is the truth, the terminal and the dashboards show the same records.
 
-One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s (padding left out),
-sequences_per_s (of a BERT: its pairs, or without pairs its stretches of text), mfu, the bytes that the first
-process sent to sum the gradients of copies of the model, and every now and then memory by phase.
-One record per evaluation: step and `validation`. The file is only ever appended to; after a resume a step can
-stand in it twice, and the later one counts (`read_metrics`).
+One record per logged step (docs/formats.md) and one per evaluation. The file is only ever appended to; after a resume a
+step can stand in it twice, and the later one counts.
 """
 
 import math
@@ -40,13 +36,13 @@ Record = dict[str, Any]
 
 
 class Metrics:
-    """Buffers records and writes them about once a second; close() at the end."""
+    """Buffers records and writes them about once a second; flush() at the end."""
 
     def __init__(self, workspace: Workspace, sinks: list[str], name: str) -> None:
         self.workspace = workspace
         self._buffer: list[Record] = []
         self._written = time.monotonic()
-        self._sinks = [SINKS[sink](workspace.path, name) for sink in sinks]
+        self._sinks = [_open_sink(kind, workspace.path, name) for kind in sinks]
 
     def add(self, record: Record) -> Record:
         """Keep a record, and return what is kept: null for numbers that are not finite, as JSON has none."""
@@ -57,7 +53,6 @@ class Metrics:
         return kept
 
     def flush(self) -> None:
-        """Write what is buffered."""
         records, self._buffer = self._buffer, []
         self._written = time.monotonic()
         if records:
@@ -91,36 +86,29 @@ def flat(record: Record) -> dict[str, float]:
     return numbers
 
 
-Sink = Callable[[Sequence[Record]], None]
+def _open_sink(kind: str, run: Path, name: str) -> Callable[[Sequence[Record]], None]:
+    """A dashboard: what gives it records."""
+    if kind == "wandb":
+        import wandb
 
+        session = wandb.init(project="throughline", name=name, dir=str(run))
 
-def _tensorboard(run: Path, name: str) -> Sink:
+        def log(records: Sequence[Record]) -> None:
+            for record in records:
+                session.log(flat(record), step=record["step"])
+
+        return log
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run / "tensorboard"))
 
-    def sink(records: Sequence[Record]) -> None:
+    def write(records: Sequence[Record]) -> None:
         for record in records:
             for key, value in flat(record).items():
                 writer.add_scalar(key, value, record["step"])
         writer.flush()  # its own thread writes every two minutes, and what it holds is lost with the process
 
-    return sink
-
-
-def _wandb(run: Path, name: str) -> Sink:
-    import wandb
-
-    session = wandb.init(project="throughline", name=name, dir=str(run))
-
-    def sink(records: Sequence[Record]) -> None:
-        for record in records:
-            session.log(flat(record), step=record["step"])
-
-    return sink
-
-
-SINKS: dict[str, Callable[[Path, str], Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+    return write
 
 
 class PhaseMemory:
@@ -134,7 +122,6 @@ class PhaseMemory:
         self.peak = 0  # over all phases: of the GPU where there is one, of the host otherwise
 
     def start(self) -> None:
-        """Forget the step before."""
         self.host, self.gpu = {}, {}
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -156,10 +143,8 @@ class PhaseMemory:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """FLOP/s against which utilisation is stated, and where the figure is from.
-
-    A GPU's is the dense peak of its row in chips.toml. A CPU's clock and vector units are not known well
-    enough, so the fastest of a few 768-wide matrix products in the run's dtype is taken (some 20 ms).
+    """FLOP/s against which utilisation is stated, and where the figure is from: a GPU's is the dense peak of its row in
+    chips.toml. A CPU's clock and vector units are not known well enough: the fastest of a few matrix products (20 ms).
     """
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
@@ -263,20 +248,16 @@ class StepReport:
         }
         if len(result.terms) > 1:
             record |= dict(zip(TERMS[self.plan.family], result.terms))
-        record |= {
-            name: round(figure, 5) for name, figure in zip(self.trainer.engine.routers.names, result.routers)
+        names = self.trainer.engine.routers.names
+        record |= {name: round(figure, 5) for name, figure in zip(names, result.routers)}
+        told = {
+            "sequences_per_s": round(batch.sequences / seconds, 1),
+            "scale": scaler.active and scaler.scale,
+            "skipped": result.skipped,
+            "gradient_bytes": result.gradient_bytes,
+            "memory": self._watch and self.memory.record(),
         }
-        if batch.sequences:
-            record["sequences_per_s"] = round(batch.sequences / seconds, 1)
-        if scaler.active:
-            record["scale"] = scaler.scale
-        if result.skipped:
-            record["skipped"] = True
-        if result.gradient_bytes:
-            record["gradient_bytes"] = result.gradient_bytes
-        if self._watch:
-            record["memory"] = self.memory.record()
-        self.last = self.metrics.add(record)
+        self.last = self.metrics.add(record | {name: value for name, value in told.items() if value})
 
     def _mfu(self, rate: float) -> float | None:
         """None above 1 too: that peak was measured while other programs took the processor."""

@@ -1,8 +1,6 @@
-"""`train --profile`: a trace of a few steps, time per class of kernel, and on a GPU a memory snapshot.
-
-Written under `profile/` of the run: `trace.json` (open it in chrome://tracing or Perfetto), `kernels.json` (time per
-class, and per kind of the planner's list of kernels beside what that list says), and `memory.pickle` (PyTorch's own
-format, for pytorch.org/memory_viz). Profiled steps are slower than others.
+"""`train --profile`: a trace of a few steps (`trace.json`, for chrome://tracing or Perfetto), time per class of kernel
+beside what the planner says (`kernels.json`), and on a GPU a memory snapshot (`memory.pickle`, for
+pytorch.org/memory_viz). Profiled steps are slower than others.
 """
 
 import json
@@ -107,16 +105,15 @@ def time_per_class(averages: Any, cuda: bool, steps: int) -> list[dict[str, Any]
             kind = next((kind for kind, pattern in CLASSES if re.search(pattern, event.key)), "other")
             times[kind] += own
             calls[kind] += event.count
-    rows = [
+    return [
         {
             "class": kind,
             "ms": us / 1000 / steps,
             "share": 100 * us / times.total(),
             "calls": round(calls[kind] / steps),
         }
-        for kind, us in times.items()
+        for kind, us in times.most_common()
     ]
-    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def time_per_kind(rows: list[dict[str, Any]], planned: dict[str, dict[str, float]]) -> list[dict[str, Any]]:

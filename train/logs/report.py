@@ -43,9 +43,7 @@ SPENT = {
 
 
 def write_report(run: Path | str) -> Path:
-    """Write `report.html` of a run from its records, and return its path. Raises WrongUse when there are
-    none.
-    """
+    """Write `report.html` of a run from its records, and return its path. Raises WrongUse when there are none."""
     run = Path(run)
     if not (run / FILE).is_file():
         fix = "give a directory that `throughline train` wrote"
@@ -53,6 +51,7 @@ def write_report(run: Path | str) -> Path:
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     # moved since, it makes the same page again
     places = [event["run"] for event in events if event["event"] == "finished"]
+    facts = next((event for event in events[::-1] if event["event"] in ("started", "resumed")), None)
     recipe, samples = run / "recipe.toml", run / SAMPLES
     said = {each["step"]: each for each in (read_records(samples) if samples.is_file() else ())}
     chosen = list(said.values())[:: -(-len(said) // MOST_SAMPLES) or 1]
@@ -64,21 +63,17 @@ def write_report(run: Path | str) -> Path:
             note="The beginning of the held-out text, and after the bar what the model makes of it.",
         ),
         Part("Curves", charts=curves(records)),
-        Part("Environment", rows=environment_rows(events)),
+        Part("Environment", rows=environment_rows(facts) if facts else []),
         Part("Events", rows=[_event_row(event) for event in events if event["event"] not in UNSHOWN]),
         Part("Recipe", text=FOLDERS.sub('"', recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""),
     ]
     title = Path(places[-1]).name if places else run.resolve().name
-    write_atomic(run / "report.html", page(title, parts, _where_and_when(events)))
+    write_atomic(run / "report.html", page(title, parts, _where_and_when(facts) if facts else ""))
     return run / "report.html"
 
 
-def _where_and_when(events: list[dict[str, Any]]) -> str:
+def _where_and_when(facts: dict[str, Any]) -> str:
     """The note of the page: when the run last started, where, and on what."""
-    started = [event for event in events if event["event"] in ("started", "resumed")]
-    if not started:
-        return ""
-    facts = started[-1]
     words = [time.strftime("%Y-%m-%d", time.gmtime(facts["time"])), ", ".join(facts["gpus"]) or facts["cpu"]]
     if facts.get("data"):
         words.append(f"trained on {', '.join(facts['data'])} ({facts['training_tokens']:,} tokens)")
@@ -107,13 +102,10 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
         )
         if values and math.isfinite(middle := values[len(values) // 2]):
             rows.append((title, text(middle)))
-    skipped = sum(bool(record.get("skipped")) for record in steps)
-    if skipped:
+    if skipped := sum(bool(record.get("skipped")) for record in steps):
         rows.append(("steps skipped (not finite)", f"{skipped:,}"))
-    for event in events[::-1]:
-        if event["event"] == "finished":
-            return rows + _finished_rows(event)
-    return rows
+    finished = [event for event in events if event["event"] == "finished"]
+    return rows + (_finished_rows(finished[-1]) if finished else [])
 
 
 def _finished_rows(event: dict[str, Any]) -> list[tuple[str, str]]:
@@ -148,12 +140,8 @@ def figure_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
 
 
-def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def environment_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Where the run last started: versions, hardware, predicted memory."""
-    started = [event for event in events if event["event"] in ("started", "resumed")]
-    if not started:
-        return []
-    facts = started[-1]
     names = ("throughline", "torch", "python", "device", "cpu", "threads")
     rows = [(name, str(facts[name])) for name in names]
     rows += [("gpus", ", ".join(facts["gpus"]) or "none"), ("parameters", f"{facts['parameters']:,}")]
@@ -192,9 +180,7 @@ def _tasks(numbers: list[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[
 
 @dataclass(frozen=True)
 class Difference:
-    """The step at which one figure of two runs differs most, relative to the larger; inf where one alone is
-    not finite.
-    """
+    """The step at which one figure of two runs differs most, relative to the larger; inf where one is not finite."""
 
     name: str
     steps: int
@@ -206,9 +192,8 @@ class Difference:
 
 
 def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
-    """The largest relative difference of each figure over the steps that both runs logged.
-
-    Raises WrongUse when one has no metrics or they share no step.
+    """The largest relative difference of each figure over the steps that both runs logged. Raises WrongUse when one has
+    no metrics or they share no step.
     """
     tables = []
     for run in (first, second):
@@ -238,11 +223,9 @@ def check_bound(comparison: list[Difference], bound: float, first: Path | str, s
     """Raise Refused naming the figure and the step when a difference is above the bound."""
     above = [row for row in comparison if not row.difference <= bound]
     if above:
-        raise Refused(
-            f"the runs differ by more than the relative bound {bound:g}",
-            where=f"{first}, {second}",
-            why="\n".join(
-                f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}"
-                for row in above
-            ),
-        )
+        lines = [
+            f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}"
+            for row in above
+        ]
+        what = f"the runs differ by more than the relative bound {bound:g}"
+        raise Refused(what, where=f"{first}, {second}", why="\n".join(lines))

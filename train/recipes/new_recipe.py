@@ -4,9 +4,7 @@ my.txt`). Arithmetic only; no torch here.
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
 - Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given; of given weights one pass over the store, at
   a tenth of the rate.
-- Warm-up, validation and checkpoints are never left out (`usual_sections`, which `plan --write-recipe` asks too).
-- Layout: data parallel, with as little as possible recomputed and shared out ("full"), as the planner's memory of the
-  run allows (`predicted_memory`, which also refuses a run that does not fit).
+- Layout: data parallel, with as little as possible recomputed and shared out, as the planner's memory allows.
 """
 
 import bisect
@@ -52,19 +50,16 @@ def new_recipe(
     """The text of a recipe. `machine` is a name in core/chips.toml or "cpu"; `tokens` is the length of the run,
     `stored` that of the token store where it is known; with `init_from` the shape is that of these weights.
 
-    Raises WrongUse for an unknown model or machine, for a model that the machine does not hold, and for a store too
-    small to validate on.
+    Raises WrongUse for an unknown model or machine, one that does not hold it, and a store too small to validate on.
     """
     shape = shape_of(init_from) if init_from else preset(model)
     if shape is None:
         fix = f"give a Hugging Face directory, a run or a checkpoint{download_hint(Path(init_from))}"
         raise WrongUse("no shape lies beside these weights", where=init_from, fix=fix)
-    config = shape
     if machine != "cpu" and machine not in chips():
         fix = did_you_mean(machine, chips(), f"one of cpu, {', '.join(chips())}", limit=3)
         raise WrongUse(f"unknown machine {machine!r}", where="--machine", fix=fix)
-    count, length = config.parameter_count(), config.sequence_length
-    bert = family_of(config) == "bert"
+    count, length, bert = shape.parameter_count(), shape.sequence_length, family_of(shape) == "bert"
     batch = GPT3[min(GPT3, key=lambda size: abs(size - count))][0] if not bert else 256 * 512
     precision = "fp32" if machine == "cpu" else "bf16" if "bf16" in chips()[machine].tflops else "fp16"
     tree: dict[str, Any] = {
@@ -80,7 +75,7 @@ def new_recipe(
     rows = max(round(batch / length / least), 1) * least
     total = tokens or (stored if init_from and stored else 20 * count)
     steps = max(round(total / (rows * length)), 20)
-    sections = usual_sections(config, rows, length, steps)
+    sections = usual_sections(shape, rows, length, steps)
     tree |= sections | {"train": train | {"steps": steps, "batch_rows": rows} | sections["train"]}
     if init_from:
         tree["optimizer"]["learning_rate"] /= 10
@@ -133,10 +128,8 @@ def fitted(tree: dict[str, Any], machine: str) -> dict[str, Any]:
 
     def spread(rows: int, sharding: str, recompute: str, gpus: int = gpus) -> dict[str, Any]:
         parallel = {"data": gpus, "sharding": sharding if gpus > 1 else "replicated"}
-        return tree | {
-            "train": tree["train"] | _rows(rows, gpus) | {"recompute": recompute},
-            "parallel": parallel,
-        }
+        train = tree["train"] | _rows(rows, gpus) | {"recompute": recompute}
+        return tree | {"train": train, "parallel": parallel}
 
     for recompute in ("none", "full"):
         for sharding in ("replicated", "full")[:gpus]:
@@ -184,34 +177,28 @@ def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
         fix = "throughline recipe new --from DIRECTORY --data TOKENS"
         raise WrongUse("a recipe is picked for new weights alone", where="--init-from", fix=fix)
     size = sum(source.bytes for source in expand_inputs([text]))
-    names = ON_GPU if machine().gpus else ON_CPU
+    names, here = (ON_GPU, "a GPU") if machine().gpus else (ON_CPU, "a CPU")
     recipes = {name: load_recipe(name, Recipe) for name in names}
     room = MOST_EPOCHS * size / TOKEN_BYTES
     read = {
-        name: one.train.steps * one.train.rows_per_step * one.train.sequence_length
-        for name, one in recipes.items()
+        name: each.train.steps * each.train.rows_per_step * each.train.sequence_length
+        for name, each in recipes.items()
     }
     name = next((name for name in reversed(names) if read[name] <= room), names[0])
     train, passes = recipes[name].train, MOST_EPOCHS * read[name] / room
-    given = [f"data.train={text}"]
-    why = (
-        f"the longest for {'a GPU' if machine().gpus else 'a CPU'} that reads it at most {MOST_EPOCHS} times"
-    )
+    given, why = [f"data.train={text}"], f"the longest for {here} that reads it at most {MOST_EPOCHS} times"
     if passes > MOST_EPOCHS:
         steps = max(round(train.steps * MOST_EPOCHS / passes), LEAST_STEPS)
         given += [f"train.steps={steps}", f"schedule.warmup_steps={min(30, steps // 10)}"]
-        given += [
-            f"{key}={max(steps // 6, 1)}" for key in ("train.eval_every_steps", "checkpoint.save_every_steps")
-        ]
+        every = max(steps // 6, 1)
+        given += [f"train.eval_every_steps={every}", f"checkpoint.save_every_steps={every}"]
         why = f"the shortest, with {steps:,} of its {train.steps:,} steps: it reads the text {MOST_EPOCHS} times"
     say(f"{text}: {amount(size, 'B')}, about {amount(size / TOKEN_BYTES, '')} tokens")
-    longer = names[names.index(name) + 1 :][:1]
     say(f"recipe {name}: {why} (throughline recipe show {name})")
-    for other in longer:
+    for other in names[names.index(name) + 1 :][:1]:
         times = cell(MOST_EPOCHS * read[other] / room)
         say(f"next longer: throughline train {other}; it would read this text {times} times")
-    out = run_dir / "cache" / "tokenizer"
-    record = input_record(text)
+    out, record = run_dir / "cache" / "tokenizer", input_record(text)
     if not is_artifact(out) or read_manifest(out).inputs != (record,):
         options, counts = ReadOptions(), Counter[str]()
         texts = sample(expand_inputs([text]), options, 10**9, counts)

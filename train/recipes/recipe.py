@@ -30,8 +30,8 @@ class DataSection(Section):
     train: str | list[str | Source] = []
     """Token store to train on, or a list of stores, or of { path, weight }; with `tokenizer`, text."""
     tokenizer: str = ""
-    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs,
-    datasets:NAME), which this artifact, model directory or tokenizer.json tokenises into the run's cache.
+    """Artifact, model directory or tokenizer.json with which `train` and `validation` may be text (files, directories,
+    globs, datasets:NAME): it is tokenised into the run's cache.
     """
     documents: Literal["file", "line", "block"] = "block"
     """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
@@ -62,9 +62,7 @@ class ModelSection(Section):
     preset: str = ""
     """A named shape of models/presets.toml; "" starts from the family's defaults."""
     init_from: str = ""
-    """Weights to begin with: a run, checkpoint, model artifact or Hugging Face directory, a nanoGPT or Megatron-LM
-    checkpoint; "" = random ones.
-    """
+    """Weights to begin with: a run, checkpoint, model artifact, Hugging Face directory, nanoGPT's or Megatron-LM's."""
     overrides: dict[str, Any] = {}
     """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is the token store's."""
 
@@ -73,8 +71,8 @@ class OptimizerSection(Section):
     """How the weights move."""
 
     name: Literal["adamw", "muon", "lamb", "adafactor"] = "adamw"
-    """AdamW for everything, Muon for the hidden matrices with AdamW for the rest, LAMB for batches of thousands
-    of rows, or Adafactor, which keeps next to nothing beside the weights and uses neither the betas nor epsilon.
+    """Muon is for the hidden matrices, with AdamW for the rest; LAMB for batches of thousands of rows; Adafactor keeps
+    next to nothing beside the weights and uses neither the betas nor epsilon.
     """
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate of AdamW and LAMB; Adafactor's step relative to the size of the weights."""
@@ -96,9 +94,7 @@ class ScheduleSection(Section):
     """How the learning rate moves."""
 
     kind: Literal["cosine", "linear", "polynomial", "constant", "wsd", "inverse-sqrt"] = "cosine"
-    """Shape of the decay; wsd is stable at the peak and falls linearly over the last decay_steps, inverse-sqrt
-    falls with the root of the step and has no end.
-    """
+    """Shape of the decay; wsd stays at the peak until the last decay_steps, inverse-sqrt has no end."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     decay_steps: int | None = Field(default=None, gt=0)
@@ -138,14 +134,12 @@ class TrainSection(Section):
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one optimizer step (or give batch_rows)."""
     batch_ramp: BatchRampSection | None = None
-    """Smaller batches at the start. The schedule then counts in whole batches: warmup_steps = 100 is 100 times
-    batch_rows rows.
-    """
+    """Smaller batches at the start; the schedule then counts in whole batches, batch_rows rows each."""
     micro_batch_rows: int | None = Field(default=None, gt=0)
     """Rows that a process computes at once, accumulating the others; by default all, in a pipeline four turns of it."""
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the model: 16-bit weights with fp32 masters (bf16, fp16), fp32, its products in tf32, or
-    fp64 for proofs; auto takes what the GPU is made for, and fp32 on a CPU.
+    """Arithmetic of the model: bf16 and fp16 are 16-bit weights with fp32 masters, fp64 is for proofs; auto takes what
+    the GPU is made for, and fp32 on a CPU.
     """
     matmul: Literal["same", "fp8", "fp8-emulated"] = "same"
     """Arithmetic of the blocks' matrix products: that of `precision`, or fp8 over bf16 weights (torchao, GPUs of

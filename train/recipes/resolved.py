@@ -101,11 +101,9 @@ def _own_fields(recipe: Recipe) -> dict[str, Any]:
     shape = shape_beside(recipe)
     if shape is None:
         return dict(recipe.model.overrides)
-    usual = type(shape)().to_dict()
-    given = {
-        name: value for name, value in shape.to_dict().items() if value != usual[name] and name != "dropout"
-    }
-    return given | {"vocab_size": shape.vocab_size} | recipe.model.overrides
+    usual, fields = type(shape)().to_dict(), shape.to_dict()
+    given = {name for name, value in fields.items() if value != usual[name] and name != "dropout"}
+    return {name: fields[name] for name in fields if name in given | {"vocab_size"}} | recipe.model.overrides
 
 
 def usual_precision(device: str) -> str:
@@ -135,41 +133,29 @@ def _capabilities() -> list[str]:
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
-    """The recipe with everything that follows from it written out: absolute paths, rows, the objective. Valid
-    input.
-
-    Relative paths are taken from `base`.
+    """The recipe, itself valid input, with everything that follows from it written out: absolute paths (relative ones
+    are taken from `base`), rows, the objective.
     """
 
     def absolute(path: str) -> str:
         return str((Path(base) / path).resolve()) if path and not path.startswith("datasets:") else path
 
-    sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources()]
-    train = recipe.train
+    data, train, family = recipe.data, recipe.train, model_family(recipe)
+    sources = [source.model_copy(update={"path": absolute(source.path)}) for source in data.sources()]
     precision: str = train.precision
     if precision == "auto":
         precision = usual_precision(train.device) if train.matmul == "same" else "bf16"
-    family = model_family(recipe)
     tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
+    rows = {"batch_rows": train.rows_per_step, "batch_tokens": None, "micro_batch_rows": micro_rows(recipe)}
+    model = {"init_from": absolute(recipe.model.init_from), "overrides": _own_fields(recipe)}
     changes: dict[str, dict[str, Any]] = {
-        "data": {"train": sources}
-        | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")},
-        "train": {
-            "batch_rows": train.rows_per_step,
-            "batch_tokens": None,
-            "micro_batch_rows": micro_rows(recipe),
-            "precision": precision,
-        },
+        "data": {key: absolute(getattr(data, key)) for key in ("validation", "tokenizer")}
+        | {"train": sources},
+        "train": rows | {"precision": precision},
         "evaluation": {"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)},
-        "model": {
-            "family": family,
-            "init_from": absolute(recipe.model.init_from),
-            "overrides": _own_fields(recipe),
-        },
+        "model": {"family": family} | model,
     }
-    update: dict[str, Any] = {
-        name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()
-    }
+    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()}
     if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
     return recipe.model_copy(update=update)
@@ -196,20 +182,19 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     shapes = parameter_shapes(config).items()
     slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
     moments = software.precision.gradient * slots / config.parameter_count()
-    numbers = dataclasses.replace(software.precision, moments=moments)
-    software = dataclasses.replace(software, precision=numbers)
-    software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
-    if device == "cpu":
-        software = on_processor(software)
     evaluated = train.sequence_length * evaluated_rows(device, config.vocab_size, train.sequence_length)
     software = dataclasses.replace(
         software,
+        precision=dataclasses.replace(software.precision, moments=moments),
         loss_bytes=12 if config.vocab_size < LARGE_VOCABULARY else software.loss_bytes,
         dropout=config.dropout > 0,
         forwards_first=recipe.parallel.schedule == "gpipe",
         evaluated_tokens=evaluated if recipe.data.validation_fraction or recipe.data.validation else 0,
         saves_between=recipe.checkpoint.save_every_steps > 0,
     )
+    software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
+    if device == "cpu":
+        software = on_processor(software)
     return work, layouts, software
 
 
@@ -278,19 +263,15 @@ def outlook(
     tokens = train.rows_before(train.steps) * train.sequence_length
     seconds = train.steps * predicted_step_seconds(config, recipe, cluster)
     price = cluster.price_per_chip_hour * recipe.parallel.layout().world if cluster else 0.0
-    facts: dict[str, Any] = {
-        "tokens_to_train": tokens,
-        "seconds": seconds,
-        "cost": price * seconds / 3600 or None,
-    }
-    facts["epochs"] = tokens / learnt if learnt else None
+    cost, epochs = price * seconds / 3600 or None, tokens / learnt if learnt else None
+    facts = {"tokens_to_train": tokens, "seconds": seconds, "cost": cost, "epochs": epochs}
     lines = [f"about {duration(seconds)} in all"]
-    if cluster and price:
-        lines[0] += f", {facts['cost']:,.0f} {cluster.currency} ({cluster.priced})"
+    if cluster and cost:
+        lines[0] += f", {cost:,.0f} {cluster.currency} ({cluster.priced})"
     elif cluster:
         lines[0] += "; a cluster that is rented by the hour has a price (--machine aws-p4d.24xlarge)"
-    if learnt:
-        lines.append(f"{cell(facts['epochs'])} passes over the training part of the store")
+    if epochs:
+        lines.append(f"{cell(epochs)} passes over the training part of the store")
     return facts, lines
 
 

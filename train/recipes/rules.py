@@ -1,7 +1,4 @@
-"""The rules of a training recipe that span fields: each returns its problems, and all are shown at once.
-
-The planner and `recipe check` use the same list.
-"""
+"""The rules of a training recipe that span fields: each returns its problems, and all are shown at once."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -114,8 +111,8 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("model.family", text, "leave model.family out")
     length, positions = recipe.train.sequence_length, config.sequence_length
     if positions < length:
-        fix = f"at most {positions}, or set model.overrides.sequence_length"
         text = f"{length} is more than the model's {positions} positions"
+        fix = f"at most {positions}, or set model.overrides.sequence_length"
         yield Problem("train.sequence_length", text, fix)
     if isinstance(config, BERTConfig):
         sentences = (recipe.objective or ObjectiveSection()).sentences
@@ -251,9 +248,7 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
 def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
     """Tasks are scored at steps that have an evaluation."""
     every, usual = recipe.evaluation.every_steps, recipe.train.eval_every_steps
-    if not recipe.evaluation.tasks:
-        return
-    if every and (not usual or every % usual):
+    if recipe.evaluation.tasks and every and (not usual or every % usual):
         text = f"{every} is no multiple of train.eval_every_steps = {usual}"
         yield Problem("evaluation.every_steps", text, f"train.eval_every_steps = {every}")
 
