@@ -5,6 +5,7 @@ grid, and planted bugs that must be caught). The reference is the plain single-p
 layout runs the same recipe on forked ranks.
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ..models.config import FAMILIES, ModelConfig
 from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..train.engine import Engine
-from ..train.objective import StepBatch, prepare
+from ..train.objective import StepBatch, prepare, pretraining
 from ..train.optimizers.build import build_optimizer
 from ..train.parallel.mesh import Mesh, make_mesh, start_group
 from ..train.precision import HALVES, LossScaler, computing_dtype, wide_dtype
@@ -69,6 +70,7 @@ class Case:
     rows: int = ROWS  # of a step
     length: int = LENGTH  # of a row
     optimizer: str = "adamw"
+    z_loss: float = 0.0
 
     @property
     def config(self) -> ModelConfig:
@@ -77,7 +79,12 @@ class Case:
     def key(self) -> str:
         """What the single process depends on."""
         same = self.reference_rows, self.documents, self.steps, self.optimizer, self.rows, self.length
-        return repr((self.family, self.precision, *same, sorted(self.model.items())))
+        return repr((self.family, self.precision, *same, self.z_loss, sorted(self.model.items())))
+
+    def engine(self, mesh: Mesh) -> Engine:
+        """The product's engine without values."""
+        objective = pretraining(self.config, z_loss=self.z_loss)
+        return Engine(self.config, mesh, self.precision, SEED, self.recompute, objective=objective)
 
     @property
     def bounds(self) -> str:
@@ -175,7 +182,7 @@ def make_trainer(case: Case, engine: Engine) -> Trainer:
 
 def reference(case: Case) -> Reference:
     """Train the case in this process."""
-    engine = Engine(case.config, Mesh(Layout(), torch.device("cpu")), case.precision, SEED)
+    engine = dataclasses.replace(case, recompute="none").engine(Mesh(Layout(), torch.device("cpu")))
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name]))
     trainer = make_trainer(case, engine)
@@ -213,7 +220,7 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
     """Train this rank's part of the case and compare it with the single process."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED, case.recompute)
+    engine = case.engine(make_mesh(case.layout, device, 60))
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
     if plant is not None:

@@ -47,6 +47,7 @@ def twin(recipe: Recipe) -> tuple[Case, list[str]]:
         steps=4,
         model=model,
         optimizer=recipe.optimizer.name,
+        z_loss=recipe.train.z_loss,
         rows=layout.data * micro_batches,
         length=length,
     )

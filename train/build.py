@@ -48,7 +48,8 @@ class RunPlan:
     def objective(self) -> Objective:
         """What the engine learns."""
         section = self.recipe.objective
-        return pretraining(self.config, section.label_smoothing if section else 0.0)
+        smoothing = section.label_smoothing if section else 0.0
+        return pretraining(self.config, smoothing, self.recipe.train.z_loss)
 
     def fill(self, engine: Engine) -> None:
         """Give the weights their values before the first step."""

@@ -199,7 +199,8 @@ class Engine:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
             self.copied = None
         for local in self.local_shards:
-            local.take_gradient()
+            if local.computed is not local.parameter:
+                local.take_gradient()
         if self.communication_hook is not None:
             self.communication_hook.sum_gradients(self.gradients())
         else:
@@ -227,11 +228,11 @@ class Engine:
     @torch.no_grad()
     def _totals(self, inverse_counts: Tensor, signal: int, upcoming: StepBatch | None) -> Tensor:
         """What `accumulate` returns, float64, by one sum over all processes; every loss and element counts once."""
-        terms = len(inverse_counts)
-        known = 1 + 2 * terms + len(SIGNALS)
+        terms, counted = len(self.objective.terms), len(inverse_counts)
+        known = 1 + terms + len(SIGNALS) + counted
         everything = torch.zeros(known + len(self.routers.totals), dtype=torch.float64, device=self.device)
         totals, routed = everything[:known], everything[known:]
-        losses, heard, counts = totals[1 : 1 + terms], totals[1 + terms : -terms], totals[-terms:]
+        losses, heard, counts = totals[1 : 1 + terms], totals[1 + terms : -counted], totals[-counted:]
         routed += self.routers.totals
         self.routers.totals.zero_()
         if (squares := self._squared_norm()) is not None:

@@ -74,16 +74,22 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def softmax_loss(
-    logits_NV: Tensor, targets_N: Tensor, words: Words, with_gradient: bool, smoothing: float = 0.0
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    words: Words,
+    with_gradient: bool,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Sum of the cross-entropies of all words, the same on every process; the logits become the gradient by them.
+    """Sums (2,) of the cross-entropies of all words, and of `z_loss` times the squares of their log-sum-exps (Chowdhery
+    et al. 2022, section 5), the same on every process; the logits become the gradient by both.
 
     On a CPU a few rows at a time; with a cut vocabulary all, for the softmax is normalised by sums over the axis
     (Shoeybi et al. 2019, section 3).
     """
     wide, cut = wide_dtype(logits_NV.dtype), words.axis.group is not None
     rows = CHUNK_LOGITS // words.count if logits_NV.device.type == "cpu" and not cut else len(logits_NV)
-    losses = []
+    losses, squares = [], []
     for logits, targets in zip(logits_NV.split(max(rows, 1)), targets_N.split(max(rows, 1))):
         kept_N, local_N = targets != IGNORED, targets - words.first
         held_N = kept_N & (local_N >= 0) & (local_N < words.count)
@@ -98,13 +104,16 @@ def softmax_loss(
             total_N, chosen_N = reduced(parts, words.axis, "sum").unbind()
             log_sum_N = peak_N + total_N.log()
         losses.append((log_sum_N - chosen_N) * kept_N)
+        squares.append(log_sum_N.square() * kept_N)
         if with_gradient:
             shares = torch.sub(logits, log_sum_N[:, None]).exp_()  # in the wider dtype of the two
+            if z_loss:
+                shares.mul_(1 + 2 * z_loss * log_sum_N[:, None])
             shares.scatter_add_(1, index_N1, (smoothing - 1) * held_N[:, None].to(shares.dtype))
             if smoothing:
                 shares.sub_(smoothing / words.size)
             logits.copy_(shares.mul_(kept_N[:, None]))
-    return torch.cat(losses).sum()
+    return torch.stack((torch.cat(losses).sum(), z_loss * torch.cat(squares).sum()))
 
 
 def head_loss_sum(
@@ -115,22 +124,25 @@ def head_loss_sum(
     words: Words | None = None,
     smoothing: float = 0.0,
     softcap: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Sum over the targets that are not IGNORED of the cross-entropies of `hidden @ weight + bias`.
+    """Sum (1,) over the targets that are not IGNORED of the cross-entropies of `hidden @ weight + bias`; with `z_loss`
+    that of `softmax_loss` besides: (2,), whose gradients must be equal.
 
     `words` are those of the matrix, by default all of its rows. `smoothing` of the target's weight goes to all
     words alike (Szegedy et al. 2016, section 7). `softcap` c: logits x are c tanh(x / c) instead (Gemma 2).
     """
     words = words or Words(len(weight_AW))
-    if words.axis.group is None and not smoothing and words.size < LARGE_VOCABULARY:
+    if words.axis.group is None and not smoothing and not z_loss and words.size < LARGE_VOCABULARY:
         logits_NA = linear(hidden_NW, weight_AW, bias_A)
         logits_NA = torch.tanh(logits_NA / softcap) * softcap if softcap else logits_NA
         whole = words.size == logits_NA.shape[1]  # backward of a slice would copy
-        return cross_entropy_sum(logits_NA if whole else logits_NA[:, : words.size], targets_N)
+        return cross_entropy_sum(logits_NA if whole else logits_NA[:, : words.size], targets_N).view(1)
     if not torch.is_grad_enabled():
         hidden_NW, weight_AW = hidden_NW.detach(), weight_AW.detach()
         bias_A = None if bias_A is None else bias_A.detach()
-    return _HeadLoss.apply(hidden_NW, weight_AW, bias_A, targets_N, words, smoothing, softcap)
+    sums = _HeadLoss.apply(hidden_NW, weight_AW, bias_A, targets_N, words, smoothing, softcap, z_loss)
+    return sums if z_loss else sums[:1]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -144,19 +156,21 @@ class _HeadLoss(torch.autograd.Function):
         words: Words,
         smoothing: float,
         softcap: float,
+        z_loss: float,
     ) -> Tensor:
         ctx.dtypes = hidden_NW.dtype, weight_AW.dtype, None if bias_A is None else bias_A.dtype
         wanted = any(ctx.needs_input_grad[:3])
         rows = max(SLICE_LOGITS[hidden_NW.device.type] // len(weight_AW), 1)
         ctx.whole = len(hidden_NW) <= rows
-        total = hidden_NW.new_zeros((), dtype=wide_dtype(hidden_NW.dtype))
+        total = hidden_NW.new_zeros(2, dtype=wide_dtype(hidden_NW.dtype))
         hidden_parts: list[Tensor] = []
         sums: list[Tensor | None] = [None, None]
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows)):
             gradient = linear(hidden, weight_AW, bias_A)  # the logits; 0 below the words
             bent = torch.tanh(gradient / softcap) if softcap else None
             gradient = gradient if bent is None else bent * softcap
-            total = total + softmax_loss(gradient[:, : words.count], targets, words, wanted, smoothing)
+            logits = gradient[:, : words.count]
+            total = total + softmax_loss(logits, targets, words, wanted, smoothing, z_loss)
             if bent is not None:
                 gradient.mul_(1 - bent * bent)
             if ctx.whole:
@@ -172,7 +186,8 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
         if ctx.whole:
             gradient, hidden_NW, weight_AW = ctx.saved_tensors
             hidden_NW = hidden_NW * grad.to(hidden_NW.dtype)  # the smallest thing that the factor can go into
@@ -183,7 +198,7 @@ class _HeadLoss(torch.autograd.Function):
         for place, (x, factor, dtype) in enumerate(zip(results, factors, ctx.dtypes)):
             if x is not None:
                 results[place] = (x if factor is None else x * factor.to(x.dtype)).to(dtype)
-        return *results, None, None, None, None
+        return *results, None, None, None, None, None
 
 
 def _products(
@@ -203,13 +218,13 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total.add_(part)
 
 
-def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
-    """The sum of next-token losses of a micro-batch: (1,)."""
+def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, z_loss: float = 0.0) -> Tensor:
+    """The sums of next-token losses of a micro-batch, and of their z-losses if there are any: (1,) or (2,)."""
     hidden_BSW = hidden_BPW if axis.group is None else gather_rows(hidden_BPW, axis)
     hidden_NW, targets_N = hidden_BSW.flatten(0, 1), batch["targets"].flatten()
     words = Words(model.config.vocab_size, axis)
     head, softcap = (model.output_weight(), model.output_bias()), model.config.logit_softcap
-    return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap).view(1)
+    return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap, z_loss=z_loss)
 
 
 def router_sums(routing: Routing, chosen_RE: Tensor) -> Tensor:
@@ -238,10 +253,10 @@ def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smooth
     masked = head_loss_sum(features_NW, *head, targets_N, words, smoothing)
     if "pairs" in batch:
         pair_logits = model.nsp_head(hidden_TW.index_select(0, batch["pairs"]))
-        pairs = cross_entropy_sum(pair_logits, batch["pair_targets"])
+        pairs = cross_entropy_sum(pair_logits, batch["pair_targets"]).view(1)
     else:
         pairs = torch.zeros_like(masked)
-    return torch.stack((masked, pairs))
+    return torch.cat((masked, pairs))
 
 
 def _whole_rows(hidden_BPW: Tensor, axis: Axis) -> Tensor:
@@ -263,7 +278,7 @@ def bert_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> 
     logits_NA = linear(model.mlm_features(features_NW), model.token_table.weight, model.mlm_bias)
     logits_NV = logits_NA[:, : words.count]
     right = (largest(logits_NV, words) == targets).sum()
-    figures = [softmax_loss(logits_NV, targets, words, False), right, (targets != IGNORED).sum()]
+    figures = [softmax_loss(logits_NV, targets, words, False)[0], right, (targets != IGNORED).sum()]
     if "pairs" in batch:
         pairs = batch["pair_targets"]
         chosen = model.nsp_head(hidden_TW.index_select(0, batch["pairs"])).argmax(-1)

@@ -19,8 +19,6 @@ from .loss import FIGURES, IGNORED, Batch, Model, Sums, bert_sums, gpt_sums
 from .parallel.context import ROW_DOCUMENTS, cut_rows, documents_of
 from .parallel.mesh import ALONE, Axis
 
-TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -29,13 +27,17 @@ class Objective:
     empty: Callable[[torch.dtype], Model]
     sums: Sums
     figures: Sums | None = None  # where an evaluator of its own measures, none
+    terms: tuple[str, ...] = ("next",)  # names of the losses; one count of targets is that of all
 
 
-def pretraining(config: ModelConfig, smoothing: float = 0.0) -> Objective:
-    """Next tokens of a GPT; masked tokens, with smoothed labels, and sentence pairs of a BERT."""
+def pretraining(config: ModelConfig, smoothing: float = 0.0, z_loss: float = 0.0) -> Objective:
+    """Next tokens of a GPT, with a z-loss; masked tokens, with smoothed labels, and sentence pairs of a BERT."""
     family = family_of(config)
-    sums: Sums = gpt_sums if family == "gpt" else partial(bert_sums, smoothing=smoothing)
-    return Objective(lambda dtype: empty_model(config, "meta", dtype), sums, FIGURES[family])
+    sums: Sums = partial(gpt_sums, z_loss=z_loss) if z_loss else gpt_sums
+    terms: tuple[str, ...] = ("next", "z_loss") if z_loss else ("next",)
+    if family == "bert":
+        sums, terms = partial(bert_sums, smoothing=smoothing), ("mlm", "nsp")
+    return Objective(lambda dtype: empty_model(config, "meta", dtype), sums, FIGURES[family], terms)
 
 
 @dataclass

@@ -208,7 +208,7 @@ class LocalShard:
 
     def take_gradient(self) -> None:
         """Let `computed` have its part of the gradient of `parameter`."""
-        if self.computed is not self.parameter and self.parameter.grad is not None:
+        if self.parameter.grad is not None:
             gradient = local_part(self.parameter.grad)[: len(self.computed)]
             self.computed.grad_dtype = gradient.dtype  # of 16-bit weights fp32, as `GradientBuffer` has them
             self.computed.grad = gradient

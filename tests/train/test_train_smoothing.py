@@ -1,6 +1,8 @@
-"""Label smoothing: the training loss alone has it, and every layout trains with the same one."""
+"""Label smoothing and z-loss: the training loss alone has them, and every layout trains with the same one."""
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from throughline.train.build import (
     training_rows,
     validation_rows,
 )
+from throughline.train.evaluate import Validation
+from throughline.train.logs.metrics import read_metrics
+from throughline.train.loop import train
 from throughline.train.parallel.mesh import Mesh, make_mesh, start_group
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.step import train_step
@@ -62,3 +67,18 @@ def test_validation_is_not_smoothed(make_plan: Callable[..., RunPlan]) -> None:
         batch = validation_rows(plan)[0].batch(0, 8)
         losses.append(build_trainer(plan).engine.evaluate([batch], 0.15)[0].item())
     assert losses[0] == losses[1]
+
+
+def test_a_z_loss_is_a_figure_of_its_own(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The loss of a step is what is minimised, `next` what it was without; a validation has no z-loss."""
+    found = []
+    for z_loss in (0.0, 0.01):
+        plan = plan_run(make_recipe("gpt", train={"precision": "fp64", "z_loss": z_loss}))
+        train(plan, tmp_path / str(z_loss), evaluators=[Validation(plan)])
+        found.append(read_metrics(tmp_path / str(z_loss)))
+    (plain, *_), (first, *_) = found
+    assert "z_loss" not in plain and first["next"] == pytest.approx(plain["loss"], rel=1e-12)
+    assert first["z_loss"] == pytest.approx(0.01 * math.log(plan.config.vocab_size) ** 2, rel=0.1)
+    assert first["loss"] == pytest.approx(first["next"] + first["z_loss"], rel=1e-12)
+    with_z, last = found[1][-1]["validation"]["loss"], found[1][-1]
+    assert abs(with_z - found[0][-1]["validation"]["loss"]) < last["z_loss"] / 2

@@ -307,7 +307,7 @@ class Instruction(Task):
         hidden_NW = hidden_BSW.flatten(0, 1).index_select(0, batch["predicted"])
         targets_N, words = batch["predicted_targets"], Words(model.config.vocab_size)
         head, softcap = (model.output_weight(), model.output_bias()), model.config.logit_softcap
-        return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap).view(1)
+        return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap)
 
     def count(self, batch: Mapping[str, np.ndarray]) -> int:
         return int(np.count_nonzero(batch["predicted_targets"] != IGNORED))

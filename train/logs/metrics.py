@@ -23,7 +23,7 @@ from ...core.workspace import Workspace, read_records
 from ..build import RunPlan
 from ..engine import Mark
 from ..memory import out_of_memory
-from ..objective import TERMS, StepBatch
+from ..objective import StepBatch
 from ..parallel.ranks import Heartbeat
 from ..step import StepResult, Trainer
 
@@ -227,7 +227,7 @@ class StepReport:
         """The record and the line of a step that has ended."""
         assert self._start is not None
         seconds, self._start = result.read_at - self._start, result.read_at
-        step, recipe, scaler = result.step, self.plan.recipe, self.trainer.scaler
+        step, recipe, scaler, engine = result.step, self.plan.recipe, self.trainer.scaler, self.trainer.engine
         if step > self.first_step + 1:
             self._tokens, self._seconds = self._tokens + batch.tokens, self._seconds + seconds
         mfu = self._mfu(rate := batch.tokens / seconds)
@@ -247,9 +247,8 @@ class StepReport:
             "mfu": mfu,
         }
         if len(result.terms) > 1:
-            record |= dict(zip(TERMS[self.plan.family], result.terms))
-        names = self.trainer.engine.routers.names
-        record |= {name: round(figure, 5) for name, figure in zip(names, result.routers)}
+            record |= dict(zip(engine.objective.terms, result.terms))
+        record |= {name: round(figure, 5) for name, figure in zip(engine.routers.names, result.routers)}
         told = {
             "sequences_per_s": round(batch.sequences / seconds, 1),
             "scale": scaler.active and scaler.scale,

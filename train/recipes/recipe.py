@@ -159,6 +159,8 @@ class TrainSection(Section):
     """Of initial weights, sample order, masks and dropout."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 = none."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """GPT: weight of the square of the logits' log-sum-exp in the training loss, which keeps it near 0 (PaLM: 1e-4)."""
     stop_after_skipped: int = Field(default=10, gt=0)
     """Steps in a row with a non-finite loss or gradient (each is skipped and counted) after which the run stops."""
     eval_every_steps: int = Field(default=0, ge=0)

@@ -74,6 +74,8 @@ def family_rule(recipe: Recipe) -> Iterable[Problem]:
     if family == "gpt" and recipe.objective is not None:
         text = "belongs to BERT; a GPT predicts the next token"
         yield Problem("objective", text, "leave it out or set model.family")
+    if family == "bert" and recipe.train.z_loss:
+        yield Problem("train.z_loss", "belongs to GPT", "train.z_loss = 0")
     if family == "bert" and (recipe.data.separate_documents or recipe.data.packing != "windows"):
         key = "data.separate_documents" if recipe.data.separate_documents else "data.packing"
         fix = "for BERT, objective.packing fits pairs together and keeps them apart"
