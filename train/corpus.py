@@ -39,7 +39,7 @@ def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:
     paths, validation = [source.path for source in data.sources()], data.validation
     if not data.tokenizer:
         return _stores(recipe, paths, validation)
-    texts = [path for path in (*paths, validation) if path and not _is_store(path)]
+    texts = [path for path in (*paths, validation) if path and not list(Path(path).glob("*.idx"))]
     if cache is None:
         tokenizer, size = Tokenizer.load(data.tokenizer), sum(source.bytes for source in expand_inputs(texts))
         vocab_size = _one_vocabulary(recipe, [tokenizer.facts()], [data.tokenizer])
@@ -65,19 +65,13 @@ def _tokenised(recipe: Recipe, text: str, cache: Path) -> str:
 
 
 def _stores(recipe: Recipe, paths: list[str], held_apart: str) -> Corpus:
-    data = recipe.data
+    cut, paths = 1 - recipe.data.validation_fraction, [*paths, held_apart] if held_apart else paths
     stores = [TokenStore.open(path) for path in paths]
-    train: Sequence[TokenStore] = stores
-    validation: Sequence[TokenStore] = []
-    if held_apart:
-        paths = [*paths, held_apart]
-        validation = [TokenStore.open(held_apart)]
-    elif data.validation_fraction:
-        cut = 1 - data.validation_fraction
+    vocab_size = _one_vocabulary(recipe, [_facts(store) for store in stores], paths)
+    train, validation = (stores[:-1], stores[-1:]) if held_apart else (stores, stores[:0])
+    if cut < 1 and not held_apart:
         train = [store.view(0.0, cut) for store in stores]
         validation = [store.view(cut, 1.0) for store in stores]
-    every = [*stores, *(validation if held_apart else [])]
-    vocab_size = _one_vocabulary(recipe, [_facts(store) for store in every], paths)
     file = tokenizer_beside(paths[0])
     content = file.read_bytes() if file.is_file() else None
     tokenizer = None if content is None else Tokenizer.load(file)
@@ -98,10 +92,6 @@ def _record(path: str) -> Input:
         return input_record(path)
     hashes = [sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]
     return Input(os.path.abspath(path), "foreign", sha256_json(hashes))
-
-
-def _is_store(path: str) -> bool:
-    return Path(path).is_dir() and next(Path(path).glob("*.idx"), None) is not None
 
 
 def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequence[str]) -> int:

@@ -51,8 +51,7 @@ def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
     """The recipe, the same with half the rows, and (left out of the fit) with half the layers. Half the rows go first:
     its memory has nothing in it that another stretch left.
     """
-    train, model = recipe.train, recipe.model
-    layers = plan_run(recipe).config.layers
+    train, model, layers = recipe.train, recipe.model, plan_run(recipe).config.layers
     half, micro = max(train.rows_per_step // 2, 1), train.rows_per_micro_batch
     kept = micro if half % (micro * recipe.parallel.data) == 0 else None  # None: the default for so many rows
     fewer_rows = train.model_copy(update={"batch_rows": half, "micro_batch_rows": kept})
@@ -62,11 +61,11 @@ def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
         "half the layers": {"model": model.model_copy(update={"overrides": overrides})},
         "as given": {},
     }
-    found = {
-        name: _stretch(name, resolve(recipe.model_copy(update=change)), steps, cache)
+    half_rows, half_layers, whole = (
+        _stretch(name, resolve(recipe.model_copy(update=change)), steps, cache)
         for name, change in changes.items()
-    }
-    return [found["as given"], found["half the rows"], found["half the layers"]]
+    )
+    return [whole, half_rows, half_layers]
 
 
 def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:

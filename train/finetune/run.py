@@ -203,9 +203,9 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
         # a paragraph's questions stay together; elsewhere equal texts do, whatever their labels
         fields = ["context"] if squad else [data.text_field, data.pair_field]
         list(fields_of(records, fields[0]))  # which every record must have
-        flags = [held_out(record, fields, data.validation_fraction) for record in records]
-        learnt = [record for record, flag in zip(records, flags) if not flag]
-        measured = [record for record, flag in zip(records, flags) if flag]
+        learnt, measured = [], []
+        for record in records:
+            (measured if held_out(record, fields, data.validation_fraction) else learnt).append(record)
     if not learnt or not measured:
         why = f"{len(learnt)} to learn from, {len(measured)} to measure on"
         raise WrongUse("too few records", where=data.train, why=why, fix="give more, or data.validation")
