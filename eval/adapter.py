@@ -13,7 +13,7 @@ import torch
 
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
-from ..core.scorer import Question, Scorer, check_question
+from ..core.scorer import Question, Scorer
 from .kinds.texts import rolling
 from .masked import PLL
 from .opening import ScorerOptions, open_scorer
@@ -103,8 +103,6 @@ class ThroughlineLM(LM):
         return found
 
     def _scores(self, questions: list[Question]) -> list[tuple[Any, ...]]:
-        for question in questions:
-            check_question(question, self.scorer.window)
         answers = dict(item for batch in self.scorer.score(questions) for item in batch)
         return [answers[index] for index in range(len(questions))]
 

@@ -26,13 +26,12 @@ ANSWERS = 4  # form of the stored answers, part of their keys
 DRAWS = {"own": Draw, "harness": HarnessDraw}
 
 
-class Answers:
-    """The store of answers: a dict in memory, JSON lines on disk (none without a directory)."""
+class Answers(dict[str, Any]):
+    """The store of answers by key, in memory and in JSON lines on disk (none without a directory)."""
 
     def __init__(self, directory: Path | None, rank: int = 0) -> None:
         self.directory = directory
         self._file = f"answers-{rank}.jsonl"
-        self._known: dict[str, Any] = {}
         self._dates: dict[str, str] = {}
         self.reload()
 
@@ -42,21 +41,15 @@ class Answers:
             self.directory.mkdir(parents=True, exist_ok=True)
             for file in sorted(self.directory.glob("answers-*.jsonl")):
                 for line in read_records(file):
-                    self._known[line["key"]], self._dates[line["key"]] = line["answer"], line.get("date", "")
+                    self[line["key"]], self._dates[line["key"]] = line["answer"], line.get("date", "")
 
     def dates(self, keys: Iterable[str]) -> list[str]:
         """The days on which those of `keys` that are known were answered, in order of time."""
         return sorted(self._dates[key] for key in keys if key in self._dates)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._known
-
-    def __getitem__(self, key: str) -> Any:
-        return self._known[key]
-
     def add(self, found: dict[str, Any]) -> None:
         """Keep answers and append them to this rank's file in one write."""
-        self._known.update(found)
+        self.update(found)
         if self.directory is not None:
             day = time.strftime("%Y-%m-%d")
             lines = ({"key": key, "answer": answer, "date": day} for key, answer in found.items())

@@ -80,22 +80,12 @@ class CausalScorer(BatchedScorer):
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
         """(context, continuation) texts -> ids. Each distinct text is tokenised once."""
-        moved = [[_blanks_to_the_right(*pair) for pair in pairs] for pairs in questions]
-        texts = {
-            text: Ids()
-            for pairs in moved
-            for context, continuation in pairs
-            for text in (context, context + continuation)
-        }
-        texts.update(zip(texts, self.tokenize(list(texts))))
+        parted = [[(context.rstrip(), context + rest) for context, rest in pairs] for pairs in questions]
+        texts = list(dict.fromkeys(text for pairs in parted for pair in pairs for text in pair))
+        ids = dict(zip(texts, self.tokenize(texts)))
         return [
-            Question(
-                tuple(
-                    self._pair(texts[context], texts[context + continuation])
-                    for context, continuation in pairs
-                )
-            )
-            for pairs in moved
+            Question(tuple(self._pair(ids[context], ids[whole]) for context, whole in pairs))
+            for pairs in parted
         ]
 
     def lost(self, question: Question) -> int:
@@ -139,8 +129,3 @@ class CausalScorer(BatchedScorer):
     ) -> Iterator[list[tuple[int, str]]]:
         """Greedy text after prompts that leave room for it."""
         yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens)
-
-
-def _blanks_to_the_right(context: str, continuation: str) -> tuple[str, str]:
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation

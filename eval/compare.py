@@ -22,6 +22,10 @@ from .report import read_scores
 DETECTABLE = (
     1.960 + 0.842
 )  # standard errors: two-sided 5 % (its 97.5 % point) and a power of 80 % of the normal
+NOTES = (
+    "p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)",
+    "detectable: the smallest true difference that so many records show four times in five (p < 0.05)",
+)
 
 
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
@@ -37,9 +41,8 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
     others = {summary["task"]: summary for summary in theirs["tasks"]}
     common = [name for name in tasks if name in others]
     if not common:
-        raise WrongUse(
-            "no task in common", where=f"{first} and {second}", fix="evaluate both on the same tasks"
-        )
+        where, fix = f"{first} and {second}", "evaluate both on the same tasks"
+        raise WrongUse("no task in common", where=where, fix=fix)
     samples = [_by_task(Path(path)) for path in (first, second)]
     rows = []
     for name in common:
@@ -62,13 +65,7 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
             rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
     header = ("task", "metric", "first", "second", "difference", "stderr", "detectable", "p", "better")
     lines = table(header, [[row[key] for key in header] for row in rows])
-    lines.append(
-        "p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)"
-    )
-    lines.append(
-        "detectable: the smallest true difference that so many records show four times in five (p < 0.05)"
-    )
-    return {"first": str(first), "second": str(second), "rows": rows}, lines
+    return {"first": str(first), "second": str(second), "rows": rows}, [*lines, *NOTES]
 
 
 def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -120,9 +117,7 @@ def mcnemar(gained: int, lost: int) -> float:
     total = gained + lost
     if not total:
         return 1.0
-    logs = [
-        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
-        for k in range(min(gained, lost) + 1)
-    ]
-    tail = math.fsum(math.exp(value - total * math.log(2)) for value in logs)
-    return min(1.0, 2 * tail)
+    whole = math.lgamma(total + 1) - total * math.log(2)
+    splits = range(min(gained, lost) + 1)
+    tail = (math.exp(whole - math.lgamma(k + 1) - math.lgamma(total - k + 1)) for k in splits)
+    return min(1.0, 2 * math.fsum(tail))

@@ -103,12 +103,9 @@ class TaskEvaluator:
         found = evaluate(self._scorer(model), self.tasks, self.settings)
         means = group_means(found)
         inside = {summary["task"] for summary in means}
-        summaries = [
-            *(score.summary for score in found if inside.isdisjoint(score.summary["groups"])),
-            *means,
-        ]
+        alone = [score.summary for score in found if inside.isdisjoint(score.summary["groups"])]
         return {
             f"{one['task']}/{name}": metric["value"]
-            for one in summaries
+            for one in (*alone, *means)
             for name, metric in one["metrics"].items()
         }

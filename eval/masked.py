@@ -13,6 +13,7 @@ and the head sees the masked positions alone, so a score does not depend on what
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -96,15 +97,8 @@ class MaskedScorer(BatchedScorer):
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
         """(context, continuation) texts -> ids, each tokenised apart: WordPiece never merges over a blank."""
-        known: dict[str, Ids] = {}
-        for pairs in questions:
-            for text in (part for pair in pairs for part in pair):
-                if text not in known:
-                    known[text] = self._with_masks(text)
-        return [
-            Question(tuple((known[context], known[continuation]) for context, continuation in pairs))
-            for pairs in questions
-        ]
+        ids = cache(self._with_masks)
+        return [Question(tuple((ids(context), ids(rest)) for context, rest in pairs)) for pairs in questions]
 
     def _with_masks(self, text: str) -> Ids:
         """Tokenise around literal [MASK]s, which the tokenizer would take for text."""

@@ -56,7 +56,10 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     kind = kind_of(path)
     device = own_gpu(options.device, not kind or runs_on_gpu(kind))
     loaded = open_backend(path, BackendOptions(device, options.dtype))
-    file = _tokenizer_of(loaded.tokenizer, path)
+    if (file := loaded.tokenizer) is None:
+        why = "there is no tokenizer.json beside its weights"
+        fix = "put the tokenizer.json that it was trained with into its directory"
+        raise WrongUse("the model has no tokenizer", where=path, why=why, fix=fix)
     tokenizer = Tokenizer.load(file)
     _check_tokenizer(tokenizer, loaded.config.vocab_size, file)
     module: Any = None if kind else loaded.backend.model
@@ -69,19 +72,16 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     if loaded.family != "bert" and options.pll != ScorerOptions.pll:
         warn("--pll says how a BERT is scored, and this is a GPT: it changes nothing")
     return_freed_memory()  # scoring would come on top of it
-    return Opened(scorer, loaded.family, loaded.input, _step(loaded.input.path), module, tokenizer)
+    step = re.fullmatch(r"step-(\d+)", Path(loaded.input.path).name)
+    return Opened(scorer, loaded.family, loaded.input, int(step[1]) if step else None, module, tokenizer)
 
 
 def scorer_of(
     model: Any, family: str, tokenizer: Any, options: ScorerOptions = ScorerOptions(), identity: str = ""
 ) -> Scorer:
     """The scorer of a module or a backend."""
-    common: dict[str, Any] = {
-        "identity": identity,
-        "window": options.window,
-        "batch_tokens": options.batch_tokens,
-        "keep_tokens": options.keep_tokens,
-    }
+    common: dict[str, Any] = {key: getattr(options, key) for key in ("window", "batch_tokens", "keep_tokens")}
+    common["identity"] = identity
     if family == "bert":
         from .masked import MaskedScorer
 
@@ -127,28 +127,11 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
     """
     sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {vocab_size:,}"
     if tokenizer.vocab_size > vocab_size:
+        what = "the tokenizer does not belong to the model"
         fix = "put the tokenizer.json that the model was trained with in its place"
-        raise WrongUse(
-            "the tokenizer does not belong to the model", where=file, why=f"it has {sizes}", fix=fix
-        )
+        raise WrongUse(what, where=file, why=f"it has {sizes}", fix=fix)
     if tokenizer.vocab_size < LEAST_SHARE * vocab_size:
         warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
-
-
-def _tokenizer_of(file: Path | None, path: Path) -> Path:
-    if file is None:
-        raise WrongUse(
-            "the model has no tokenizer",
-            where=path,
-            why="there is no tokenizer.json beside its weights",
-            fix="put the tokenizer.json that it was trained with into its directory",
-        )
-    return file
-
-
-def _step(path: str) -> int | None:
-    found = re.fullmatch(r"step-(\d+)", Path(path).name)
-    return int(found[1]) if found else None
 
 
 def checkpoints_of(run: Path | str) -> list[Path]:

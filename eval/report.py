@@ -21,25 +21,22 @@ NOTES = (
 )
 
 
+def summaries(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every task, and behind them of every group."""
+    return [*results["tasks"], *results["groups"]]
+
+
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     """One line per metric of every task and group, in HEADER's columns; a group says its number of tasks."""
-    return [
-        (
-            s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""),
-            name,
-            m["per"] + (f", stride {s['stride']}" if s["stride"] else ""),
-            m["value"],
-            m["stderr"],
-            m["random"],
-            s["n"],
-            s["shots"],
-            s["truncated_records"],
-            s["skipped_records"],
-            s["prompt_hash"],
-        )
-        for s in (*results["tasks"], *results["groups"])
-        for name, m in s["metrics"].items()
-    ]
+    rows = []
+    for one in summaries(results):
+        task = one["task"] + (f" ({one['members']} tasks)" if "members" in one else "")
+        stride = f", stride {one['stride']}" if one["stride"] else ""
+        counts = "n", "shots", "truncated_records", "skipped_records", "prompt_hash"
+        for name, metric in one["metrics"].items():
+            values = metric["value"], metric["stderr"], metric["random"]
+            rows.append((task, name, metric["per"] + stride, *values, *(one[key] for key in counts)))
+    return rows
 
 
 def lines_of(results: dict[str, Any], table: Callable[..., list[str]] = table, title: str = "") -> list[str]:
@@ -66,17 +63,11 @@ def further_tables(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...], 
     tables: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
     if against := results.get("against"):
         title = f"Against {against['path']}: no token's log-probability is more than {against['bound']:g} nats apart"
-        rows = [
-            (
-                one["task"],
-                name,
-                metric["value"],
-                other["metrics"][name]["value"],
-                against["largest_difference"].get(one["task"]),
-            )
-            for one, other in zip(results["tasks"], against["scores"], strict=True)
-            for name, metric in one["metrics"].items()
-        ]
+        rows: list[tuple[Any, ...]] = []
+        for one, other in zip(results["tasks"], against["scores"], strict=True):
+            apart = against["largest_difference"].get(one["task"])
+            for name, metric in one["metrics"].items():
+                rows.append((one["task"], name, metric["value"], other["metrics"][name]["value"], apart))
         tables.append((title, ("task", "metric", "value", "theirs", "largest difference"), rows))
     if checked := results.get("contamination"):
         length = next(iter(checked.values()))["n"]
@@ -126,7 +117,7 @@ def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -
 def bars(results: dict[str, Any]) -> list[Bar]:
     """First metric of every task whose value lies in [0, 1], with its error and the random baseline."""
     found = []
-    for summary in (*results["tasks"], *results["groups"]):
+    for summary in summaries(results):
         metric = next(iter(summary["metrics"].values()))
         value, error = metric["value"], 1.96 * (metric["stderr"] or 0.0)
         if 0 <= value <= 1 and metric["higher_is_better"]:
@@ -141,7 +132,7 @@ def curves(history: Sequence[dict[str, Any]]) -> list[Chart]:
     for results in history:
         if results["step"] is None:
             continue
-        for summary in (*results["tasks"], *results["groups"]):
+        for summary in summaries(results):
             name, metric = next(iter(summary["metrics"].items()))
             series.setdefault(f"{summary['task']} {name}", {})[results["step"]] = metric["value"]
         for name, value in results["validation"].items():
@@ -155,15 +146,12 @@ def check_place(path: Path) -> None:
     """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or
     replace an artifact.
     """
+    why = ""
     if is_artifact(path):
         kind = read_manifest(path).kind
         why = "" if kind == "scores" else f"an artifact of kind {kind} is there, which they would replace"
-    else:
-        why = (
-            "what is there is no artifact"
-            if path.is_file() or (path.is_dir() and any(path.iterdir()))
-            else ""
-        )
+    elif path.is_file() or (path.is_dir() and any(path.iterdir())):
+        why = "what is there is no artifact"
     if why:
         raise WrongUse("the place of the scores is taken", where=path, why=why, fix="choose another --out")
     check_free(path, overwrite=True)
@@ -186,7 +174,7 @@ def write_scores(
         draft.facts |= {key: results[key] for key in ("model", "step", "scorer", "validation")}
         draft.facts["scores"] = {
             summary["task"]: {name: metric["value"] for name, metric in summary["metrics"].items()}
-            for summary in (*results["tasks"], *results["groups"])
+            for summary in summaries(results)
         }
 
 

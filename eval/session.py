@@ -16,7 +16,7 @@ from .contamination import contaminated, open_searched
 from .endpoint import open_endpoint
 from .harness.reader import read_harness_task
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
-from .report import check_place, lines_of, write_scores
+from .report import check_place, lines_of, summaries, write_scores
 from .runner import Ranks, evaluate, group_means, join_ranks
 from .task import KINDS, BoundTask, find_tasks
 
@@ -110,7 +110,7 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
     rows = [
         (results["step"], summary["task"], name, metric["value"], metric["stderr"])
         for results in history
-        for summary in (*results["tasks"], *results["groups"])
+        for summary in summaries(results)
         for name, metric in summary["metrics"].items()
     ]
     for found in history:

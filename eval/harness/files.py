@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import MissingExtra, WrongUse
+from ...data.records import Record
 from ..items import Form, Item, template
 from ..kinds.choices import MultipleChoice, Partial
 from ..kinds.kind import Kind, Outcome
 from ..metrics import Metric
+from ..task import KINDS, BoundTask
 
 CALL = "!function "  # begins a value that names a Python function: "!function PLACE/FILE.NAME"
 Fields = dict[str, Any]
@@ -209,3 +212,36 @@ def by_function(
 
 def _numbers(value: Any) -> list[float]:
     return [float(one) for one in value] if isinstance(value, list | tuple | np.ndarray) else [float(value)]
+
+
+@dataclass(frozen=True)
+class HarnessTask(BoundTask):
+    """A task of the harness, with its functions by name and the groups that it was asked for by."""
+
+    calls: Mapping[str, str] = field(default_factory=dict)
+    of: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Kind:
+        kind = KINDS[self.task.kind]
+        kind = HarnessChoices if kind is MultipleChoice else kind
+        if process := self.calls.get("process_results"):
+            sums = {key.partition(":")[2]: function(name) for key, name in self.calls.items() if ":" in key}
+            kind = by_function(kind, function(process), sums)
+        return kind(self.task, self.name, HarnessForm)
+
+    @property
+    def groups(self) -> dict[str, bool]:
+        return dict(self.of)
+
+    def records(self, data_dir: Path | None, limit: int | None, *, fewshot: bool = False) -> list[Record]:
+        process = self.calls.get("fewshot_config.process_docs" if fewshot else "process_docs")
+        process = process or self.calls.get("process_docs")
+        records = super().records(data_dir, None if process else limit, fewshot=fewshot)
+        if process is None:
+            return records
+        import datasets
+
+        made = function(process)(datasets.Dataset.from_list([record.data for record in records]))
+        where = records[0].where.rpartition(":")[0]
+        return [Record(f"{where}, record {number}", dict(row)) for number, row in enumerate(made, 1)][:limit]

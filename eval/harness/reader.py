@@ -5,28 +5,15 @@ by the name of its field. Functions of Python files run only when the user says 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import WrongUse
 from ...core.recipe import build_recipe
-from ...data.records import Record
-from ..kinds.choices import MultipleChoice
-from ..kinds.kind import Kind
 from ..task import KINDS, BoundTask
 from ..task_file import Matching, Step, Task
-from .files import (
-    CALL,
-    Fields,
-    HarnessChoices,
-    HarnessForm,
-    by_function,
-    files_by_name,
-    function,
-    members,
-    read_fields,
-)
+from .files import CALL, Fields, HarnessTask, files_by_name, function, members, read_fields
 
 # Fields that decide nothing here: names, notes, what only the harness's own program reads.
 SILENT = (
@@ -48,39 +35,6 @@ DEFAULT_METRICS = {
 METRIC_KEYS = {"metric", "aggregation", "higher_is_better", "hf_evaluate", *Matching.model_fields}
 SUMS = "bits_per_byte f1 matthews_corrcoef mcc mean nanmean perplexity weighted_perplexity"
 LONGEST = 256  # tokens of an answer, where a file does not say (the harness's own default)
-
-
-@dataclass(frozen=True)
-class HarnessTask(BoundTask):
-    """A task of the harness, with its functions by name and the groups that it was asked for by."""
-
-    calls: Mapping[str, str] = field(default_factory=dict)
-    of: Mapping[str, bool] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> Kind:
-        kind = KINDS[self.task.kind]
-        kind = HarnessChoices if kind is MultipleChoice else kind
-        if process := self.calls.get("process_results"):
-            sums = {key.partition(":")[2]: function(name) for key, name in self.calls.items() if ":" in key}
-            kind = by_function(kind, function(process), sums)
-        return kind(self.task, self.name, HarnessForm)
-
-    @property
-    def groups(self) -> dict[str, bool]:
-        return dict(self.of)
-
-    def records(self, data_dir: Path | None, limit: int | None, *, fewshot: bool = False) -> list[Record]:
-        process = self.calls.get("fewshot_config.process_docs" if fewshot else "process_docs")
-        process = process or self.calls.get("process_docs")
-        records = super().records(data_dir, None if process else limit, fewshot=fewshot)
-        if process is None:
-            return records
-        import datasets
-
-        made = function(process)(datasets.Dataset.from_list([record.data for record in records]))
-        where = records[0].where.rpartition(":")[0]
-        return [Record(f"{where}, record {number}", dict(row)) for number, row in enumerate(made, 1)][:limit]
 
 
 def read_harness_task(path: Path, *, code: bool = False) -> list[BoundTask]:
@@ -119,10 +73,8 @@ class _Reading:
         self.calls: dict[str, str] = {}
 
     def refuse(self, what: str, why: str = "", fix: str = "") -> WrongUse:
-        known = "lm-evaluation-harness's own program reads it: python -m throughline.eval.adapter run"
-        return WrongUse(
-            f"{what} cannot be read", where=f"{self.path}, task {self.name}", why=why, fix=fix or known
-        )
+        fix = fix or "lm-evaluation-harness's own program reads it: python -m throughline.eval.adapter run"
+        return WrongUse(f"{what} cannot be read", where=f"{self.path}, task {self.name}", why=why, fix=fix)
 
     def task(self) -> HarnessTask:
         unknown = self.fields.keys() - set(f"{SILENT} {READ}".split())
@@ -169,10 +121,9 @@ class _Reading:
         if not isinstance(value, str) or not value.startswith(CALL):
             raise self.refuse(f"{key}: {shown}")
         if not self.code:
+            why = "it is a function of a Python file beside the task"
             fix = "--task-code runs it, with all that you may do; read that file first"
-            raise self.refuse(
-                f"{key}: !function {shown}", "it is a function of a Python file beside the task", fix
-            )
+            raise self.refuse(f"{key}: !function {shown}", why, fix)
         self.calls[key] = value
         return value
 
@@ -240,9 +191,8 @@ class _Reading:
         for entry in listed:
             name = entry.get("metric")
             if not isinstance(name, str) or name.startswith(CALL):
-                raise self.refuse(
-                    "metric_list: a metric that is a function", "such a metric has its own library"
-                )
+                why = "such a metric has its own library"
+                raise self.refuse("metric_list: a metric that is a function", why)
             kind = KINDS["rolling" if output == "loglikelihood_rolling" else output]
             if not own and name not in kind.metrics:
                 raise self.refuse(f"metric_list: {name}", f"known: {', '.join(kind.metrics)}")
@@ -254,9 +204,8 @@ class _Reading:
                     raise self.refuse(f"metric_list: {name}.aggregation", "it is a function")
                 self.call(f"aggregation:{name}", way)
             elif way not in SUMS.split():
-                raise self.refuse(
-                    f"metric_list: {name}.aggregation {way!r}", f"known: {SUMS.replace(' ', ', ')}"
-                )
+                known = f"known: {SUMS.replace(' ', ', ')}"
+                raise self.refuse(f"metric_list: {name}.aggregation {way!r}", known)
             names.append(name)
         return names
 
@@ -281,9 +230,8 @@ class _Reading:
         if "process_results" not in self.fields:
             made["filters"] = {name: list(map(self.step, chain)) for name, chain in chains.items()}
         elif any(step["function"] != "take_first" for chain in chains.values() for step in chain):
-            raise self.refuse(
-                "filter_list beside process_results", "that function scores answers as they are"
-            )
+            why = "that function scores answers as they are"
+            raise self.refuse("filter_list beside process_results", why)
         return made
 
     def step(self, given: Fields) -> Fields:
