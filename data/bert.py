@@ -18,8 +18,6 @@ whole words, words are chosen in random order while they fit; the first that doe
 probability that keeps the mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

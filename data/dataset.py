@@ -6,8 +6,6 @@ share is most urgent (Tijdeman 1980, the chairman assignment problem), which kee
 sample of its share, for any number of datasets: simple rounding does not.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -65,7 +63,7 @@ class DatasetOptions:
     sep_id: int | None = None
     mask_id: int | None = None
 
-    def validate(self) -> DatasetOptions:
+    def validate(self) -> Self:
         """Itself. Raises WrongUse naming every problem."""
         problems = []
         if self.sequence_length < (1 if self.family == "gpt" else 8):
@@ -111,10 +109,8 @@ class Mixture:
         self.shares = [count / sum(self._counts) for count in self._counts]
         asked = [weight / sum(weights) for weight in weights]
         if far := [(a, b) for a, b in zip(asked, self.shares) if abs(a - b) > 0.01 * a]:
-            warn(
-                f"a share of {far[0][0]:.3g} in the mixture is rounded to {far[0][1]:.3g}: "
-                f"shares are whole parts of {PERIOD:,}"
-            )
+            rounded = f"a share of {far[0][0]:.3g} in the mixture is rounded to {far[0][1]:.3g}"
+            warn(f"{rounded}: shares are whole parts of {PERIOD:,}")
         self.rows = sum(dataset.rows for dataset in datasets)
 
     def taken(self, position: int) -> np.ndarray:
@@ -235,7 +231,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pending.clear()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -42,8 +42,7 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
         fix = "leave it out; the last shards can serve to validate"
         raise WrongUse(f"{target} has no part for validation", where="--val-fraction", fix=fix)
     if target == "llmc" and store.dtype not in LLMC_HEADER:
-        why = f"llm.c reads uint16 and uint32, this store is {store.dtype}"
-        fix = "export to olmo or parquet"
+        why, fix = f"llm.c reads uint16 and uint32, this store is {store.dtype}", "export to olmo or parquet"
         raise WrongUse("ids of a width that llm.c does not read", where=path, why=why, fix=fix)
     with written_aside(out) as folder, progress(f"export {target}", store.tokens, "token") as bar:
         if target == "nanogpt":

@@ -8,8 +8,6 @@ Flood 2014) read by counter: word i of a key needs no other word. Neither depend
 streams may change between versions.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

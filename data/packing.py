@@ -6,8 +6,6 @@ times) and the work depends on the number of distinct lengths, not of pieces (Kr
 sequence packing without cross-contamination"): millions of pieces take milliseconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterable

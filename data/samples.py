@@ -5,8 +5,6 @@ count of the endless sequence of epochs, the same for any batch size, rank count
 of numpy arrays whose keys docs/architecture.md lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

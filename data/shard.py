@@ -10,8 +10,6 @@ so resident memory grows with what is read and the kernel takes it back. At most
 time: a mapping holds a file descriptor.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Callable, Iterable

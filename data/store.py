@@ -3,13 +3,11 @@
 A store is any number of shards (data/shard.py) in name order. Nothing is read up front but their headers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -46,7 +44,7 @@ class Cut(NamedTuple):
     inside_sequence: bool = False
     inside_document: bool = False
 
-    def minus(self, base: Cut) -> Cut:
+    def minus(self, base: "Cut") -> Self:
         """The same place, counted from `base`."""
         token, sequence, document = np.subtract(self[:3], base[:3]).tolist()
         return self._replace(token=token, sequence=sequence, document=document)
@@ -67,7 +65,7 @@ class TokenStore:
         self.documents = stop.document + stop.inside_document - start.document
 
     @classmethod
-    def open(cls, path: str | Path) -> TokenStore:
+    def open(cls, path: str | Path) -> Self:
         """Open a store artifact, or adopt a Megatron prefix or directory (facts["foreign"] is then True).
 
         Raises WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES)
@@ -178,7 +176,7 @@ class TokenStore:
             out[rows] = self.shards[owner].data[places[rows] - self._firsts[owner, 0]]
         return out
 
-    def parts(self) -> Iterator[tuple[int, TokenStore]]:
+    def parts(self) -> Iterator[tuple[int, "TokenStore"]]:
         """(first token, store) for each shard's share of this view: what a pass in bounded memory goes over."""
         start, stop = self._cuts
         places = [Cut(*counts) for counts in self._firsts.tolist()]
@@ -235,7 +233,7 @@ class TokenStore:
         """Token offset of every document and the end, int64 (documents + 1,)."""
         return self.sequence_starts[self.document_bounds]
 
-    def view(self, start_fraction: float, stop_fraction: float) -> TokenStore:
+    def view(self, start_fraction: float, stop_fraction: float) -> "TokenStore":
         """The part between two fractions of the stream.
 
         A cut falls on the nearest document boundary; when that is an end of the store (one document), on the

@@ -32,10 +32,8 @@ KNOWN = {
     "sep": ("[SEP]",),
     "mask": ("[MASK]", "<mask>"),
 }
-CONVERT = (
-    "transformers converts it where it knows the model: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(NEW) "
-    "writes a tokenizer.json"
-)
+CONVERT = "transformers converts it where it knows the model: "
+CONVERT += "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(NEW) writes a tokenizer.json"
 # Characters beyond which `encode` goes by way of a batch, where the library frees Python's lock.
 LONG_TEXT = 4000
 BATCH_BYTES = 1 << 20  # of text per call of the library: its encodings take about 100 bytes a token
@@ -61,7 +59,8 @@ class Tokenizer:
             fix = "give one that was trained"
             raise Refused("not a tokenizer", where=where, why="its vocabulary is empty", fix=fix)
         self.vocab_size = max(vocab.values()) + 1
-        found = _roles(vocab) if special is None else special
+        known = {role: vocab[name] for role in ROLES for name in reversed(KNOWN[role]) if name in vocab}
+        found = known if special is None else special
         self.special = {role: found[role] for role in ROLES if role in found}
         if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
             why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
@@ -92,11 +91,7 @@ class Tokenizer:
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            why = (
-                "it is not text: a SentencePiece model by its name"
-                if file.suffix == ".model"
-                else "it is not text"
-            )
+            why = "it is not text" + ": a SentencePiece model by its name" * (file.suffix == ".model")
             raise Refused("not a tokenizer.json", where=file, why=why, fix=CONVERT) from None
         if file.suffix == ".tiktoken" or re.match(r"[A-Za-z0-9+/=]+ \d+\n", text):
             why = "a tiktoken file has tokens and ranks, and not the pattern that splits a text"
@@ -217,12 +212,8 @@ class Tokenizer:
 
     def facts(self) -> dict[str, Any]:
         """What an artifact's manifest says of it."""
-        return {
-            "type": self.type,
-            "vocab_size": self.vocab_size,
-            "special": self.special,
-            "fingerprint": self.fingerprint(),
-        }
+        found = {"type": self.type, "vocab_size": self.vocab_size, "special": self.special}
+        return found | {"fingerprint": self.fingerprint()}
 
     def save(
         self,
@@ -264,7 +255,7 @@ def chat_template(directory: Path) -> str | None:
 
 def write_beside(target: Path, tokenizer: "Tokenizer", source: Path | None, longest: int) -> None:
     """What stands beside a tokenizer.json, written to a directory: tokenizer_config.json, which names the special
-    tokens, and of the directory `source` the chat template and the defaults of generation, if it has them.
+    tokens, and of the directory `source` what `copy_chat` takes.
     """
     texts = {i: text for text, i in tokenizer.vocab.items()}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
@@ -292,10 +283,6 @@ def _flatten(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     if step is None:
         return []
     return list(step[key]) if step["type"] == "Sequence" else [step]
-
-
-def _roles(vocab: dict[str, int]) -> dict[str, int]:
-    return {role: vocab[name] for role in ROLES for name in reversed(KNOWN[role]) if name in vocab}
 
 
 def _stated_roles(file: Path) -> dict[str, int] | None:

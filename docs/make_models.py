@@ -37,6 +37,13 @@ BERT = {"name": "bert-base", "nsp": False}
 # and of those without a preset, a near one with what makes it one of theirs
 OTHERS: dict[str, dict[str, Any]] = {
     "dots1": {"name": "qwen3-30b-a3b", "router_scores": "sigmoid", "balance_bias": True, "shared_experts": 2},
+    "deepseek_v3": {
+        "name": "olmoe-1b-7b",
+        "qk_norm": "none",
+        "router_scores": "sigmoid",
+        "balance_bias": True,
+    }
+    | {"kv_latent": 512, "head_width": 192, "rope_width": 64, "value_width": 128},
     "roberta": BERT | {"token_types": 1, "position_offset": 2},
     "xlm-roberta": BERT | {"token_types": 1, "position_offset": 2, "huggingface": "xlm-roberta"},
     "distilbert": BERT | {"token_types": 0, "pooler": "relu"},
@@ -47,7 +54,7 @@ HEAD = """# Models
 Made by `make reference` from the program; a test checks that it is current.
 
 `throughline generate`, `eval`, `serve`, `export`, `finetune` and `train --init-from` open a Hugging Face directory of any family below, and
-`throughline export hf` writes it back as the family that it came from. A family is no class: it is a row of `models/families.toml` that says which
+`throughline export --to huggingface` writes it back as the family that it came from. A family is no class: it is a row of `models/families.toml` that says which
 fields of one config (`models/config.py`) make it and what its tensors are called; `models/gpt.py` has one forward for all decoders, `models/bert.py` for encoders. So every field
 can be set in a recipe too (`model.overrides`), and a preset is a starting point (`model.preset`).
 
@@ -70,7 +77,9 @@ parameters and products exactly, the norms of queries and keys, soft caps and AL
 `model.overrides.experts = 8` makes every feed-forward one of eight, of which a token goes through `experts_per_token`; the fields below it in
 `models/config.py` are their width, a shared one, dense layers, the router's scores and groups. No token is dropped. Three things keep a router even:
 `balance_loss` (row by row, so that it depends on no layout), `router_z_loss`, and `balance_bias`, which is moved by the load of each step instead of a gradient.
-Sigmoid scores, groups, shared experts and that bias are read from and written to dots.llm1, whose router is DeepSeek V3's; latent attention is not there.
+Sigmoid scores, groups, shared experts and that bias are those of DeepSeek V3 and dots.llm1. DeepSeek's latent attention is `kv_latent`, `q_latent`,
+`rope_width` and `value_width`; a cache keeps the keys and values that the latent makes, not the latent, and the weights of a checkpoint must be in bf16 or
+wider (its own are fp8 with scales, and a second token's layers, both refused by name).
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy` and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
 process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
@@ -81,7 +90,7 @@ share them and send each other rows ([Layouts](layouts.md)). Other optimizers, f
 
 Every field is read, ignored knowingly (the lists `everywhere` and `ignored` in `families.toml`: ids of special tokens, generation, dropout, which is a
 run's own decision), or refused by its name: an unknown field may change the numbers. Scaled rope is linear, dynamic, YaRN or Llama 3's; LongRoPE
-(Phi-3's 128k models) and a YaRN with `mscale` are refused. Keys of dynamic scaling are not turned again when a cached text outgrows the trained length.
+(Phi-3's 128k models) is refused. Keys of dynamic scaling are not turned again when a cached text outgrows the trained length.
 
 ## A family that is not here
 

@@ -27,6 +27,13 @@ class GPTConfig(TransformerConfig):
     # where there are biases, if not everywhere as `bias` says
     linear_bias: Literal["usual", "qkv", "attention", "mlp"] = "usual"
     qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of each query and key head, or of all
+    kv_latent: int = (
+        0  # numbers that a token's keys and values are made of: latent attention; 0: made of its input
+    )
+    q_latent: int = 0  # that its queries are made of
+    value_width: int = (
+        0  # of a head with kv_latent; 0: the head width, of which `rope_width` numbers are turned
+    )
     query_scalar: float = 0.0  # scores are divided by its root; 0: by that of the head width
     norm_place: Literal["before", "after", "around"] = "before"  # of each branch: its input, its result, both
     norm_from_one: bool = False  # RMS norms scale by 1 + weight
@@ -59,6 +66,10 @@ class GPTConfig(TransformerConfig):
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
 
     @property
+    def value_size(self) -> int:
+        return self.value_width or self.head_size
+
+    @property
     def expert_size(self) -> int:
         return self.expert_width or self.feed_forward_size
 
@@ -68,7 +79,22 @@ class GPTConfig(TransformerConfig):
             return problems
         rms_only = self.qk_norm != "none" or self.norm_from_one
         parallel = self.residual != "sequential" and self.norm_place != "before"
-        problems = self.below(0, "query_scalar", "attention_softcap", "logit_softcap") + listed(
+        latent, plain = self.kv_latent > 0, self.key_value_heads == self.heads and self.qk_norm == "none"
+        plain = plain and not self.has_bias("qkv") and not self.norm_from_one
+        stray = not latent and (self.q_latent or self.value_width)
+        turned = self.positions == "rotary" and 0 < self.rope_width < self.head_size
+        sizes = ("kv_latent", "q_latent", "value_width", "query_scalar", "attention_softcap", "logit_softcap")
+        problems = self.below(0, *sizes) + listed(
+            (stray, "q_latent and value_width are of latent attention, and kv_latent is 0"),
+            (
+                latent and not plain,
+                "kv_latent goes with a key head for each query head, no biases, no qk_norm",
+            ),
+            (latent and not turned, "kv_latent goes with rotary positions and a rope_width below the head's"),
+            (
+                self.value_size > self.head_size,
+                f"value_width must be at most the head width {self.head_size}",
+            ),
             (
                 self.output_bias and self.tied,
                 "output_bias is that of an output matrix: with tied there is none",
@@ -102,10 +128,18 @@ class GPTConfig(TransformerConfig):
             (self.has_bias("mlp"), "experts have no biases: set bias = false, or linear_bias"),
         )
 
+    def attention_parameters(self) -> int:
+        if not self.kv_latent:
+            return super().attention_parameters()
+        q = self.heads * self.head_size * (self.q_latent or self.width) + self.q_latent * self.width
+        down = self.width * (self.kv_latent + self.rope_width)
+        up = self.kv_latent * self.heads * (self.head_size - self.rope_width + self.value_size)
+        return q + down + up + self.heads * self.value_size * self.width
+
     def block_norm_parameters(self) -> int:
         norms = {"before": 2, "after": 2, "around": 4}[self.norm_place] - (self.residual == "shared")
         scales = {"none": 0, "head": 2, "whole": self.heads + self.key_value_heads}[self.qk_norm]
-        return norms * self.norm_parameters() + scales * self.head_size
+        return norms * self.norm_parameters() + scales * self.head_size + self.kv_latent + self.q_latent
 
     def parameter_count(self) -> int:
         """Parameters of the built model; a tied output matrix counts once."""

@@ -28,6 +28,7 @@ class Names(NamedTuple):
     router: str = ""
     experts: dict[str, str] = {}
     shared: dict[str, str] = {}  # of the feed-forward that every token goes through
+    latent: dict[str, str] = {}  # what queries, keys and values are made of; `q`: queries without a latent
     balance: str = ""  # the bias of the router's choice, a whole name
     how: str = "split"
     types: str = ""
@@ -120,9 +121,10 @@ class Pair(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    how: Literal["same", "transposed", "split", "conv_qkv", "stacked"] = "same"
+    how: Literal["same", "transposed", "split", "conv_qkv", "stacked", "rolled"] = "same"
     rows: tuple[tuple[int, int], ...] = ()  # of each of theirs that is ours; (): all
     neighbours: int = 0  # numbers of a query or key head that are turned as pairs (2i, 2i + 1) there
+    size: int = 0  # of a head whose last numbers are turned there, its first ones here
 
 
 def pairs(config: ModelConfig, kind: str) -> Iterator[Pair]:
@@ -191,8 +193,24 @@ def _expert_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> It
         yield Pair(f"{ours}.balance_bias", (f"{theirs}.{names.balance}",))
 
 
+def _latent_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
+    turned = config.rope_width
+    sizes = {"q_up": config.head_size, "kv_down": config.kv_latent + turned}
+    for mine, name in names.latent.items():
+        if mine == "q" or (not config.q_latent and mine in ("q_down", "q_norm")):
+            continue
+        found = (f"{theirs}.{names.latent['q'] if mine == 'q_up' and not config.q_latent else name}.weight",)
+        if mine in sizes:
+            yield Pair(f"{ours}.{mine}.weight", found, "rolled", neighbours=turned, size=sizes[mine])
+        else:
+            yield Pair(f"{ours}.{mine}.weight", found)
+
+
 def _qkv_pairs(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
     """Query, key and value: one matrix of ours, or one and another."""
+    if isinstance(config, GPTConfig) and config.kv_latent:
+        yield from _latent_pairs(config, names, f"{ours}.latent", theirs)
+        return
     fused = config.key_value_heads == config.heads
     size = config.head_size
     ends = [0, config.heads * size, (config.heads + config.key_value_heads) * size]

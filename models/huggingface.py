@@ -174,6 +174,9 @@ def _parted(value: Tensor, pair: Pair, head_size: int) -> list[Tensor]:
         return [value.t().contiguous()]
     if pair.how == "stacked":
         return [one.clone() for one in value]  # a file has no tensors that share memory
+    if pair.how == "rolled":
+        value = _reordered(value, pair.size, (2, pair.neighbours // 2))
+        return [value.unflatten(0, (-1, pair.size)).roll(-pair.neighbours, 1).flatten(0, 1)]
     count = len(pair.theirs) if pair.how == "split" else 3
     rest = value.shape[1:]
     parts = [part.reshape(-1, *rest) for part in value.view(-1, count, head_size, *rest).unbind(1)]
@@ -192,6 +195,9 @@ def _inward(state: Mapping[str, Tensor], pair: Pair, head_size: int) -> Tensor:
         return values[0].t()
     if pair.how == "stacked":
         return torch.stack(values)
+    if pair.how == "rolled":
+        value = values[0].unflatten(0, (-1, pair.size)).roll(pair.neighbours, 1).flatten(0, 1)
+        return _reordered(value, pair.size, (pair.neighbours // 2, 2))
     if pair.how == "conv_qkv":
         values = list(values[0].t().chunk(3))
     if pair.neighbours:

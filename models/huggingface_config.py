@@ -16,7 +16,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": 
 THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
-WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width"}
+WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width", "value_width": "value_size"}
 # a run's own decisions, or told by the tensors
 NOT_THEIRS = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate")
 # our field and its usual value for each of theirs, by the kind of scaled rope
@@ -29,6 +29,8 @@ SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
         "beta_slow": ("rope_low", 1.0),
         "beta_fast": ("rope_high", 32.0),
         "attention_factor": ("rope_magnitude", 0.0),
+        "mscale": ("rope_magnitude_part", 0.0),
+        "mscale_all_dim": ("rope_magnitude_all", 0.0),
     },
     "llama3": {
         "factor": ("rope_factor", 1.0),
@@ -46,9 +48,10 @@ WINDOWS = {  # the fields by which a family says which layers have a window
     "nope": ("no_rope_layers", "no_rope_layer_interval"),
     "near": ("local_attention", "layer_types", "global_attn_every_n_layers", "local_rope_theta"),
 }
+UNTURNED = "qk_nope_head_dim"  # which with those that are turned is a head
 LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention", "n": "full_attention"}
 OUR_TYPES = {"full_attention": "g", "sliding_attention": "l"}
-SOFTCAPS = ("attention_softcap", "logit_softcap")
+OPTIONAL = ("attention_softcap", "logit_softcap", "q_latent")  # 0 here is none there
 
 
 def describe(config: ModelConfig) -> tuple[Fields, ModelConfig]:
@@ -89,6 +92,7 @@ def _usual_sizes(fields: Fields) -> dict[str, int]:
     sizes = {"mlp_width": 4 * fields["width"], "kv_heads": fields["heads"], "rope_original_length": 0}
     sizes["expert_width"] = fields.get("mlp_width") or sizes["mlp_width"]
     sizes["head_width"] = fields["width"] // fields["heads"]
+    sizes["value_width"] = fields.get("head_width") or sizes["head_width"]
     sizes["rope_width"] = sizes["query_scalar"] = fields.get("head_width") or sizes["head_width"]
     return sizes | {"embedding_width": fields["width"]}
 
@@ -102,8 +106,10 @@ def _write(config: ModelConfig, kind: str) -> Fields:
             value = ACTIVATIONS[value]
         elif ours == "residual":
             value = value == "parallel"
-        elif ours in SOFTCAPS:
+        elif ours in OPTIONAL:
             value = value or None
+        elif theirs == UNTURNED:
+            value -= config.rope_width
         elif ours in ("query_scalar", "rope_width"):
             value = value or config.head_size
         fields[theirs] = value
@@ -223,12 +229,14 @@ def _read_table(fields: Fields, where: str, family: Family) -> Fields:
             value = THEIR_ACTIVATIONS[value]
         elif ours == "residual":
             value = "parallel" if value else "sequential"
-        elif ours in SOFTCAPS:
-            value = value or 0.0
+        elif ours in OPTIONAL:
+            value = value or 0
         if found.get(ours) is None:
             found[ours] = value
         elif value not in (None, found[ours]):  # a second name of theirs for one of ours
             raise unlike_ours(where, f"{theirs} = {value!r}")
+    if UNTURNED in family.fields:
+        found["head_width"] += found["rope_width"]
     sizes = {name: size for name, size in _usual_sizes(found).items() if name in WHOLE}
     return found | {name: 0 for name, size in sizes.items() if name in found and found[name] in (None, size)}
 

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 from .attention import Mask, scaled_dot_product
 from .config import BERTConfig, GPTConfig
 from .experts import RoutedFeedForward
-from .rotary import Rotary, rotate
+from .rotary import Rotary, rotate, yarn_magnitude
 from .transformer import TransformerConfig
+
+LATENT_EPSILON = 1e-6  # of the norms of latents, whatever the others have, as in transformers
 
 
 class NormFromOne(nn.RMSNorm):
@@ -53,6 +55,37 @@ def products(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     return [layer(x) for layer in layers] if together is None else together(x, layers)
 
 
+class Latent(nn.Module):
+    """Queries, keys and values that are made of a few numbers of a token (DeepSeek-AI 2024, V2, section 2.1).
+
+    The numbers of a head that are turned come first, of a key the same in all heads. Values are filled up with zeros to
+    the width of queries and keys, so that every kernel and cache takes them: what is kept of a token is not its latent.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        size, latent, self.turned = config.head_size, config.kv_latent, config.rope_width
+        self.sizes = size, size - self.turned, config.value_size
+        self.q_down = nn.Linear(config.width, config.q_latent, bias=False) if config.q_latent else None
+        self.q_norm = nn.RMSNorm(config.q_latent, eps=LATENT_EPSILON) if config.q_latent else None
+        self.q_up = nn.Linear(config.q_latent or config.width, config.heads * size, bias=False)
+        self.kv_down = nn.Linear(config.width, self.turned + latent, bias=False)
+        self.kv_norm = nn.RMSNorm(latent, eps=LATENT_EPSILON)
+        self.kv_up = nn.Linear(latent, config.heads * sum(self.sizes[1:]), bias=False)
+
+    def forward(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each (B, A, S, D)."""
+        size, key_size, value_size = self.sizes
+        small = x_BSW if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BSW))
+        q = self.q_up(small).unflatten(-1, (-1, size))
+        shared, latent = self.kv_down(x_BSW).tensor_split((self.turned,), -1)
+        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, key_size + value_size))
+        k, v = kv.tensor_split((key_size,), -1)
+        k = torch.cat((shared[:, :, None].expand(-1, -1, k.shape[2], -1), k), -1)
+        v = F.pad(v, (0, size - value_size))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Self-attention with its projections.
 
@@ -69,9 +102,12 @@ class Attention(nn.Module):
         heads, kv_heads, size = config.heads, config.key_value_heads, config.head_size
         self.head_size = size
         self.dropout = config.dropout
+        self.value_size, self.latent = config.value_size, None
         self.fused = heads == kv_heads
         bias = config.has_bias("qkv")
-        if self.fused:
+        if isinstance(config, GPTConfig) and config.kv_latent:
+            self.latent = Latent(config)
+        elif self.fused:
             self.qkv = nn.Linear(config.width, heads * 3 * size, bias=bias)
         else:
             self.q = nn.Linear(config.width, heads * size, bias=bias)
@@ -87,13 +123,17 @@ class Attention(nn.Module):
                 self.k_norm = make_norm(config, kv_heads * size if self.whole_norm else size)
             if config.query_scalar:
                 self.scale = math.sqrt(size / config.query_scalar)
+            if config.kv_latent and config.rope_scaling == "yarn":
+                self.scale *= yarn_magnitude(config, config.rope_magnitude_all) ** 2
             if config.attention_softcap:
                 self.settled = {"softcap": config.attention_softcap}
-        self.out = nn.Linear(heads * size, config.width, bias=config.has_bias("out"))
+        self.out = nn.Linear(heads * config.value_size, config.width, bias=config.has_bias("out"))
         self.attend: Callable[..., Tensor] = scaled_dot_product
 
     def project(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query (B, A, S, D), key and value (B, G, S, D)."""
+        if self.latent is not None:
+            return self.latent(x_BSW)
         if self.fused:
             q, k, v = self.qkv(x_BSW).unflatten(-1, (-1, 3, self.head_size)).unbind(3)  # each (B, S, A, D)
         else:
@@ -117,6 +157,8 @@ class Attention(nn.Module):
             q = q * self.scale
         dropout = self.dropout if self.training else 0.0
         heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout, **self.settled)
+        if self.value_size < self.head_size:
+            heads_BASD = heads_BASD[..., : self.value_size]
         return self.out(heads_BASD.transpose(1, 2).flatten(2))
 
 

@@ -43,9 +43,16 @@ def rotary_table(
     angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
     cos, sin = angles.cos(), angles.sin()
     if config.rope_scaling == "yarn" and not local:
-        size = config.rope_magnitude or 0.1 * math.log(config.rope_factor) + 1.0
+        part, whole = config.rope_magnitude_part, config.rope_magnitude_all
+        size = yarn_magnitude(config, part) / yarn_magnitude(config, whole) if part and whole else 0.0
+        size = config.rope_magnitude or size or yarn_magnitude(config, 1.0)
         cos, sin = cos * size, sin * size
     return cos.to(dtype), sin.to(dtype)
+
+
+def yarn_magnitude(config: TransformerConfig, share: float) -> float:
+    """What yarn makes larger by a factor of the length."""
+    return 0.1 * share * math.log(config.rope_factor) + 1.0
 
 
 def frequencies(config: TransformerConfig, positions: Tensor, local: bool = False) -> Tensor:

@@ -159,6 +159,10 @@ class TransformerConfig:
     rope_low: float = 1.0
     rope_high: float = 4.0  # and above which they leave it as it is
     rope_magnitude: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(rope_factor) + 1
+    # yarn as DeepSeek has it: with m(x) = 0.1 x ln(rope_factor) + 1 cosines and sines have m(part) / m(all), and
+    # where keys have a latent the scores m(all)^2
+    rope_magnitude_part: float = 0.0
+    rope_magnitude_all: float = 0.0
     rope_local_theta: float = 0.0  # of layers with a window, unscaled there; 0: as in the others
     # a letter for each layer, repeated: l has the attention window, g sees all, n sees all and turns nothing
     layer_pattern: str = ""
@@ -174,6 +178,11 @@ class TransformerConfig:
     @property
     def head_size(self) -> int:
         return self.head_width or self.width // self.heads
+
+    @property
+    def value_size(self) -> int:
+        """The width of a head's values and of its result."""
+        return self.head_size
 
     @property
     def feed_forward_size(self) -> int:
@@ -307,8 +316,11 @@ class TransformerConfig:
 
     def block_matrix_parameters(self) -> int:
         """Weights of one dense block that multiply every token: of query, key, value, output and feed-forward."""
-        attention = 2 * self.width * self.head_size * (self.heads + self.key_value_heads)
-        return attention + self.feed_forward_parameters(self.feed_forward_size)
+        return self.attention_parameters() + self.feed_forward_parameters(self.feed_forward_size)
+
+    def attention_parameters(self) -> int:
+        """Weights of query, key, value and output in one block."""
+        return 2 * self.width * self.head_size * (self.heads + self.key_value_heads)
 
     def feed_forward_parameters(self, size: int) -> int:
         """Weights of a feed-forward of this width inside."""
@@ -341,6 +353,6 @@ class TransformerConfig:
         if pattern is not None:
             near = self.windowed_layers
             keys = near * pattern.widest(sequence_length) + (self.layers - near) * sequence_length
-        attention = 2 * 2 * keys * self.heads * self.head_size
+        attention = 2 * keys * self.heads * (self.head_size + self.value_size)
         matrices = self.layers * self.block_matrix_parameters() + self.expert_parameters(active=True)
         return 3 * (2 * matrices + attention)

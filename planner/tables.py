@@ -172,7 +172,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block = f"blocks.{layer}"
         if layer or not (bert and config.embedding_norm):
             norm(f"{block}.attention_norm")
-        if heads == keys:
+        if gpt and gpt.kv_latent:
+            shapes |= {
+                f"{block}.attention.latent.{name}": shape for name, shape in _latent_shapes(gpt).items()
+            }
+        elif heads == keys:
             linear(f"{block}.attention.qkv", 3 * heads, bias=qkv)
         else:
             linear(f"{block}.attention.q", heads, bias=qkv)
@@ -181,7 +185,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             whole = gpt.qk_norm == "whole"
             norm(f"{block}.attention.q_norm", heads if whole else config.head_size)
             norm(f"{block}.attention.k_norm", keys if whole else config.head_size)
-        linear(f"{block}.attention.out", width, heads, bias=out)
+        linear(f"{block}.attention.out", width, config.heads * config.value_size, bias=out)
         if around:
             norm(f"{block}.attention_after_norm")
         if not gpt or gpt.residual != "shared":
@@ -204,6 +208,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear("nsp", 2)
     if gpt and not gpt.tied:
         linear("output", config.vocab_size, bias=gpt.output_bias)
+    return shapes
+
+
+def _latent_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Of queries, keys and values made of latents (`models/layers.py`)."""
+    width, q_latent, kv_latent, turned = config.width, config.q_latent, config.kv_latent, config.rope_width
+    shapes: dict[str, tuple[int, ...]] = {}
+    if q_latent:
+        shapes = {"q_down.weight": (q_latent, width), "q_norm.weight": (q_latent,)}
+    shapes["q_up.weight"] = (config.heads * config.head_size, q_latent or width)
+    shapes |= {"kv_down.weight": (turned + kv_latent, width), "kv_norm.weight": (kv_latent,)}
+    shapes["kv_up.weight"] = (config.heads * (config.head_size - turned + config.value_size), kv_latent)
     return shapes
 
 

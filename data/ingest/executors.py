@@ -96,6 +96,7 @@ def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> No
 
 def _open(folder: Path) -> tuple[TaskPlan, Tokenizer]:
     """The plan in a work directory, and its tokenizer with the roles of the plan: its file has none."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     plan = read_plan(folder)
     return plan, Tokenizer.load(folder / FILE, plan.special)
 
@@ -104,7 +105,6 @@ def _worker(pipe: Connection, work: str, backend_name: str) -> None:
     """Run tasks from the pipe until None comes or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removing what is half-written
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
     try:
         plan, tokenizer = _open(folder)
@@ -167,7 +167,6 @@ exit "$code"
 
 
 def _ray_task(work: str, index: int, backend_name: str) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
     plan, tokenizer = _open(folder)
     backend = open_backend(tokenizer, backend_name)  # checked again: a node may have other packages

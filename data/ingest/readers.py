@@ -342,8 +342,7 @@ def _values(
     values: Iterable[str | bytes | None], options: ReadOptions, counts: Counter[str]
 ) -> Iterator[DocumentBatch]:
     """Values of a column as batches; None counts as an empty document."""
-    limit = options.piece_bytes
-    texts: list[str] = []
+    limit, texts = options.piece_bytes, list[str]()
     for value in values:
         text = _clean_value(value, options, counts)
         if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:

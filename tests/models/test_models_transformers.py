@@ -40,6 +40,9 @@ GEMMA = {"activation": "gelu_tanh", "tied": True, "head_width": 16, "query_scala
 GEMMA |= {"norm_place": "around", "scaled_embeddings": True, "logit_softcap": 2.0}
 NEOX = TINY | {"positions": "rotary", "activation": "gelu", "tied": False, "rope_width": 4}
 EXPERTS = {"bias": False, "experts": 6, "experts_per_token": 2}
+LATENT = {"kv_heads": 0, "kv_latent": 16, "head_width": 20, "rope_width": 8, "value_width": 12}
+LATENT |= {"expert_width": 24, "dense_layers": 1, "shared_experts": 2, "router_scores": "sigmoid"}
+LATENT |= {"router_groups": 2, "balance_bias": True, "router_scale": 2.5}
 DECODERS = {  # our fields, and the `model_type` there
     "gpt2": (TINY, "gpt2"),
     "llama": (LIKE_LLAMA, "llama"),
@@ -94,6 +97,11 @@ DECODERS = {  # our fields, and the `model_type` there
         }
         | {"router_scores": "sigmoid", "router_groups": 2, "balance_bias": True, "router_scale": 2.5},
         "dots1",
+    ),
+    "deepseek-v3": (LIKE_LLAMA | EXPERTS | LATENT | {"q_latent": 20}, "deepseek_v3"),
+    "deepseek-v3-yarn": (
+        LIKE_LLAMA | EXPERTS | LATENT | YARN | {"rope_magnitude_part": 0.7, "rope_magnitude_all": 0.9},
+        "deepseek_v3",
     ),
     "neox": (NEOX | {"residual": "parallel"}, "gpt_neox"),
     "neox-sequential": (NEOX | {"linear_bias": "mlp"}, "gpt_neox"),

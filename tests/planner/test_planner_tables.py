@@ -17,6 +17,10 @@ SHAPES = [
     GPTConfig(layers=2),
     GPTConfig(layers=2, bias=False),
     GPTConfig(layers=2, bias=False, norm="rmsnorm", gated=True, positions="rotary", tied=False, kv_heads=4),
+    GPTConfig(
+        layers=2, bias=False, positions="rotary", rope_width=32, kv_latent=96, q_latent=80, value_width=48
+    ),
+    GPTConfig(layers=2, bias=False, positions="rotary", rope_width=32, kv_latent=96),
     GPTConfig(layers=2, kv_heads=1, head_width=80, mlp_width=1000),
     BERTConfig(layers=2),
     BERTConfig(layers=2, norm_first=True, nsp=False, token_types=0, bias=False),
