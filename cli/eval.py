@@ -6,7 +6,14 @@ from typing import Any
 import click
 
 from ..core import console
-from .common import PATH, device_option, dtype_option, flag, option, throughline_command
+from .common import PATH, device_option, dtype_option, flag, is_given, option, throughline_command
+
+BELONGS = {
+    "model": "url",
+    "tokenizer": "url",
+    "clients": "url",
+    "bound": "against",
+}  # mean nothing without the other
 
 
 @click.command()
@@ -73,7 +80,7 @@ from .common import PATH, device_option, dtype_option, flag, option, throughline
 @option(
     "--pll",
     click.Choice(["within_word_l2r", "original"]),
-    "For a BERT: which tokens of a word are masked while one of them is scored.",
+    "For a BERT at PATH: which tokens of a word are masked while one of them is scored.",
     "within_word_l2r",
 )
 @option(
@@ -93,7 +100,7 @@ from .common import PATH, device_option, dtype_option, flag, option, throughline
 @option(
     "--bound",
     click.FloatRange(min=0),
-    "Largest difference of a token's log-probability that --against accepts, in nats.",
+    "With --against: largest difference of a token's log-probability that is accepted, in nats.",
     1e-3,
 )
 @option(
@@ -121,12 +128,16 @@ def command(
         return
     if path is None and given["url"] is None:
         raise click.UsageError("give the PATH of a model, --url or --list")
-    if given["url"] is None and (given["model"] or given["tokenizer"]):
-        raise click.UsageError("--model and --tokenizer belong to --url")
-    if given["url"] is not None and (path or all_checkpoints):
-        raise click.UsageError("--url takes the place of PATH, and a server has no checkpoints")
-    if given["url"] is not None and not given["against"] and {given["device"], given["dtype"]} != {"auto"}:
-        raise click.UsageError("with --url the server decides --device and --dtype")
+    for name, of in BELONGS.items():
+        if is_given(name) and not given[of]:
+            raise click.UsageError(f"--{name} belongs to --{of}")
+    if given["url"] is not None:
+        if path or all_checkpoints:
+            raise click.UsageError("--url takes the place of PATH, and a server has no checkpoints")
+        if is_given("pll"):
+            raise click.UsageError("--pll is for a BERT, and a server of completions has a GPT")
+        if not given["against"] and (is_given("device") or is_given("dtype")):
+            raise click.UsageError("with --url the server decides --device and --dtype")
     request = Request(Path(path or given["model"] or "endpoint"), ",".join(tasks), **given)
     found = evaluate_checkpoints(request) if all_checkpoints else evaluate_one(request)
     if found is not None:

@@ -249,6 +249,10 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
             [str(gpt_directory), "--tasks", "blimp", "--against", str(gpt_directory), "--bound", "-1"],
             "--bound",
         ),
+        ([str(gpt_directory), "--tasks", "blimp", "--bound", "1e-3"], "--bound belongs to --against"),
+        ([str(gpt_directory), "--tasks", "blimp", "--clients", "8"], "--clients belongs to --url"),
+        (["--url", "http://x", "--tasks", "blimp", "--pll", "original"], "--pll is for a BERT"),
+        (["--url", "http://x", "--tasks", "blimp", "--device", "cpu"], "the server decides --device"),
     ):
         done = CliRunner().invoke(main, ["eval", *arguments, "--out", str(tmp_path / "out")])
         assert done.exit_code == 2 and complaint in done.stderr
