@@ -69,7 +69,8 @@ def measure(
             ranks.wait()
             start, steps = time.perf_counter(), 0
             if save:
-                pauses.append(ranks.most(int(1e6 * writer.save(trainer))) / 1e6)
+                writer.save(trainer)
+                pauses.append(ranks.most(int(1e6 * (time.perf_counter() - start))) / 1e6)
             while ranks.most(int(not writer.idle) if save else int(steps < quiet_steps)):
                 train_step(trainer, batch, 1.0)
                 steps += 1

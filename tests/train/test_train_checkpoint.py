@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +110,9 @@ def test_what_happens_after_the_save_does_not_reach_it(
     monkeypatch.setattr(module, "write_tensors", lambda *a: gate.wait(30) and original(*a))
     before = {name: p.detach().clone() for name, p in trainer.engine.stages[0].model.named_parameters()}
     writer = CheckpointWriter(tmp_path, 0)
-    pause = writer.save(trainer)
+    begun = time.perf_counter()
+    writer.save(trainer)
+    pause = time.perf_counter() - begun
     with torch.no_grad():
         for parameter in trainer.engine.stages[0].model.parameters():
             parameter.zero_()
@@ -302,3 +305,8 @@ def test_every_tensor_of_the_table_is_where_it_says(trainer: Trainer, tmp_path: 
             tensor = read(name)
             assert (list(tensor.shape), str(tensor.dtype)) == (entry["shape"], f"torch.{entry['dtype']}")
     assert read_manifest(path).facts["layout"] == {"world": 1}
+    reader = TensorReader(path, "optimizer")
+    (path / "tensors.json").write_text(json.dumps(table, indent=1))  # as earlier checkpoints have it
+    earlier = TensorReader(path, "optimizer")
+    assert set(earlier.lines) == set(reader.lines) == set(table["optimizer"])
+    assert all(earlier.entry(name) == reader.entry(name) for name in reader.lines)

@@ -43,6 +43,5 @@ def test_a_save_waits_for_the_memory_of_the_one_before(
     for step in range(4):
         read = TensorReader(tmp_path / f"step-{step:08d}", "weights")
         assert all(
-            torch.equal(read(name), torch.full(entry["shape"], float(step)))
-            for name, entry in read.table.items()
+            torch.equal(read(name), torch.full(read.entry(name)["shape"], float(step))) for name in read.lines
         )

@@ -42,7 +42,7 @@ from ...models.config import FAMILIES
 from ...models.init import empty_model
 from ..engine import Engine
 from ..parallel.ranks import Lost
-from ..stage import LocalShard, whole_shard
+from ..stage import LocalShard, WholeParameters
 from ..step import Trainer
 from .run_directory import LATEST, checkpoints, locate
 from .snapshot import (
@@ -86,16 +86,14 @@ class CheckpointWriter:
     _pending: Future[Any] | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
-    def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> float:
-        """Start a checkpoint of this moment; returns the seconds for which training stood still.
+    def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> None:
+        """Start a checkpoint of this moment; training stands still until it is copied.
 
         Waits for the one before, so at most one copy of the state is in memory; its failure is raised here.
         """
-        start = time.perf_counter()
         self.wait()
         snapshot = take_snapshot(trainer, self._buffers)
         self._pending = self._thread.submit(self._write, snapshot, facts or {})
-        return time.perf_counter() - start
 
     def prepare(self, trainer: Trainer) -> None:
         """Make room for the copies of the first save meanwhile; the optimizer must have moved once."""
@@ -219,19 +217,15 @@ def _give_way() -> None:
 
 def load_weights(directory: Path, model: nn.Module | Engine) -> None:
     """Fill a model, or an engine's part of it, with a checkpoint's weights; Refused for another's."""
-    read = TensorReader(directory, "weights")
-    if isinstance(model, Engine):
-        names, local_shards = set(model.shapes), model.local_shards
-    else:
-        local_shards = [whole_shard(*named) for named in model.named_parameters()]
-        names = {local.name for local in local_shards}
-    if differing := names ^ set(read.table):
+    read, parts = TensorReader(directory, "weights"), WholeParameters.of(model).parts
+    names = set(model.shapes) if isinstance(model, Engine) else {local.name for local in parts}
+    if differing := names ^ set(read.lines):
         why = f"only one has {min(differing)}"
         raise Refused("the checkpoint is of another model", where=directory, why=why)
     with torch.no_grad():
-        for local in local_shards:
-            if list(local.spec.shape) != read.table[local.name]["shape"]:
-                why = f"{local.name} is {read.table[local.name]['shape']} there and {list(local.spec.shape)} here"
+        for local in parts:
+            if list(local.spec.shape) != (there := read.entry(local.name)["shape"]):
+                why = f"{local.name} is {there} there and {list(local.spec.shape)} here"
                 raise Refused("the checkpoint is of another model", where=directory, why=why)
             if local.value.numel():
                 local.value.copy_(read.part(local.name, local.spec.box))
@@ -250,7 +244,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
     engine.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
-    engine.load_states(rng.table, rng, state["layout"] == engine.layout.facts())
+    engine.load_states(rng.lines, rng, state["layout"] == engine.layout.facts())
     for names, owner in ((COUNTS, trainer), (SCALES, trainer.scaler)):
         for name in names:
             setattr(owner, name, state[name])
@@ -269,7 +263,7 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
     """Give every parameter, or part of one, its slots: tensors cut as it is, numbers whole."""
     read = TensorReader(directory, "optimizer")
     slots: dict[str, dict[str, Any]] = {}
-    for key in (*read.table, *scalars):
+    for key in (*read.lines, *scalars):
         name, slot = key.rsplit(".", 1)
         slots.setdefault(name, {})[slot] = key
     parts = {local.value: local for local in trainer.engine.local_shards}
@@ -289,7 +283,7 @@ def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
     dim = SUMMED_DIM.get(key.rsplit(".", 1)[1])
     if dim is not None:
         return read.part(key, local.spec.box.cut(dim, -local.spec.box.start[dim], 1))
-    like = read.table[key]["shape"] == list(local.spec.shape)
+    like = read.entry(key)["shape"] == list(local.spec.shape)
     return read.part(key, local.spec.box) if like else read(key)
 
 

@@ -176,29 +176,55 @@ def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> 
                 if known is not entry:
                     assert (known["shape"], known["dtype"]) == (entry["shape"], entry["dtype"]), name
                     known["chunks"] += entry["chunks"]
+    groups = []
     for group, entries in table.items():
+        lines = []
         for name, entry in entries.items():
             stored, wanted = sum(math.prod(c["shape"]) for c in entry["chunks"]), math.prod(entry["shape"])
             assert stored == wanted, f"{group} {name}: {stored} of {wanted} elements"
-    for file, facts in ((TENSORS, table), ("state.json", snapshot.state), ("model.json", snapshot.model)):
+            lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+        groups.append(f'"{group}": {{\n' + ",\n".join(lines) + "\n}")
+    (directory / TENSORS).write_text("{" + ",\n".join(groups) + "}\n")
+    for file, facts in (("state.json", snapshot.state), ("model.json", snapshot.model)):
         (directory / file).write_text(json.dumps(facts, indent=1) + "\n")
     return table
 
 
 class TensorReader:
-    """Tensors of one group, or parts of them, put together from their chunks, whatever layout wrote them."""
+    """Tensors of one group, or parts of them, put together from their chunks, whatever layout wrote them.
+
+    The table has a tensor on each line, decoded when it is asked for: thousands of processes have a million chunks.
+    """
 
     def __init__(self, directory: Path, group: str) -> None:
-        self.directory, self.table = directory, read_json(directory / TENSORS)[group]
+        self.directory, self.lines, within = directory, dict[str, str](), ""
         self._files: dict[str, Any] = {}
+        self._entry: tuple[str, dict[str, Any]] = ("", {})
+        with open(directory / TENSORS) as table:
+            for line in table:
+                name, _, entry = line.removeprefix("{").partition(": ")
+                if entry == "{\n":
+                    within = json.loads(name)
+                elif not within:  # of an earlier checkpoint: one JSON
+                    known = read_json(directory / TENSORS)[group]
+                    self.lines = {name: json.dumps(entry) for name, entry in known.items()}
+                    break
+                elif entry and within == group:
+                    self.lines[json.loads(name)] = entry.rstrip(",\n")
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """Shape, dtype and chunks of a tensor."""
+        if name != self._entry[0]:
+            self._entry = name, json.loads(self.lines[name])
+        return self._entry[1]
 
     def __call__(self, name: str) -> Tensor:
         """The whole tensor of that name, on the host."""
-        return self.part(name, Box.whole(tuple(self.table[name]["shape"])))
+        return self.part(name, Box.whole(tuple(self.entry(name)["shape"])))
 
     def part(self, name: str, box: Box) -> Tensor:
         """The part of a tensor that `box` cuts out; only the bytes it needs are read."""
-        entry = self.table[name]
+        entry = self.entry(name)
         made = None
         for chunk in entry["chunks"]:
             shared = _overlap(chunk["offset"], chunk["shape"], box)
