@@ -80,7 +80,7 @@ class Engine:
             self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
             remove_other_stages(model, index, mesh)
             stage = Stage(model, index, mesh, self.objective.sums)
-            parallelize(stage, mesh, precision, matmul, compiling, recomputing)
+            parallelize(stage, precision, matmul, compiling, recomputing)
             self.routers.watch(stage)
             with memory or nullcontext():
                 stage.to_empty(device=mesh.device)

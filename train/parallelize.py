@@ -4,13 +4,12 @@ Each line of `parallelize` puts something on from outside and does nothing where
 off, so one process and a thousand go through the same lines. The model is on the meta device.
 """
 
-import functools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from ..models.linear import onednn_is_faster
 from .loss import pad_vocabulary
 from .parallel.context import run_ring_eagerly
 from .parallel.data import shard_stage, share_experts
-from .parallel.mesh import FIT_A_GRAPH, Mesh
+from .parallel.mesh import FIT_A_GRAPH
 from .parallel.tensor import apply_tensor_parallel
 from .precision import computing_dtype, convert_products
 from .stage import Stage
@@ -52,16 +51,16 @@ class Rate:
 # for, and of an eager step a third and more are element-wise kernels that fuse.
 RATES = {"cpu": Rate(40e9, 0.1, 11.0, 4.0), "cuda": Rate(100e12, 0.3, 60.0, 0.0)}
 OTHERS = "other shapes"
-_say_once = functools.cache(warn)
+_say_once = cache(warn)
 SHAPES = 16  # of batches that are compiled by themselves; what comes then shares a program for all shapes
 
 
-def parallelize(
-    stage: Stage, mesh: Mesh, precision: str, matmul: str, compiling: str, recomputing: str
-) -> None:
+def parallelize(stage: Stage, precision: str, matmul: str, compiling: str, recomputing: str) -> None:
     """Cut, change and wrap a stage of the model by the recipe's words for it."""
-    model, trunk = stage.model, stage.trunk  # with its heads, and what has the blocks
-    apply_tensor_parallel(model, mesh.tensor, recomputing == "full")  # cut layers in place of plain ones
+    trunk, mesh = stage.trunk, stage.mesh  # the trunk has the blocks, the model its heads too
+    apply_tensor_parallel(
+        stage.model, mesh.tensor, recomputing == "full"
+    )  # cut layers in place of plain ones
     share_experts(trunk, mesh.expert)  # each process its part of them, and their rows sent there
     pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
     # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
@@ -71,8 +70,9 @@ def parallelize(
     if compiling != "off":
         compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
     recompute(trunk, recomputing)  # repeats a block's compiled forward
-    # last: it gathers for all that
-    shard_stage(stage, trunk.blocks.values(), mesh, computing_dtype(precision))
+    shard_stage(
+        stage, trunk.blocks.values(), mesh, computing_dtype(precision)
+    )  # last: it gathers for all that
 
 
 def recompute(model: Any, kind: str) -> None:
@@ -88,7 +88,7 @@ def recompute(model: Any, kind: str) -> None:
             block.attention.attend = partial(again, block.attention.attend)
 
 
-def compile_stage(stage: Any, wanted: str) -> None:
+def compile_stage(stage: Stage, wanted: str) -> None:
     """Compile each block's forward, which share a graph, and the head with its loss: gathers of sharded weights and
     waits for offloaded ones stay between them.
 
@@ -107,8 +107,9 @@ def compile_stage(stage: Any, wanted: str) -> None:
         block.forward = _compiled(block.forward, wanted, block.parameters)
     if stage.is_last:
         named = stage.model.named_parameters
-        outside = lambda: (parameter for name, parameter in named() if "blocks." not in name)  # noqa: E731
-        stage.head = _compiled(stage.head, wanted, outside)
+        stage.head = _compiled(
+            stage.head, wanted, lambda: (p for name, p in named() if "blocks." not in name)
+        )
 
 
 def to_compile(recipe: "Recipe", config: ModelConfig, device: torch.device) -> bool:
