@@ -15,10 +15,11 @@ from throughline.train.finetune.recipe import FinetuneRecipe
 from throughline.train.recipes.recipe import Recipe
 
 HERE = Path(__file__).parent
+COLUMNS = 90  # of a code block on a page of the book
 
 
 def cli_page() -> str:
-    """Help of every command, as it prints at 100 columns."""
+    """Help of every command, as it prints in as many columns as the book's pages have."""
     parts = [
         "# Command line",
         "",
@@ -28,32 +29,28 @@ def cli_page() -> str:
         "into the start-up file of your shell:",
         "",
         "```text",
-        'eval "$(_THROUGHLINE_COMPLETE=bash_source throughline)"          # ~/.bashrc',
-        'eval "$(_THROUGHLINE_COMPLETE=zsh_source throughline)"           # ~/.zshrc',
-        "_THROUGHLINE_COMPLETE=fish_source throughline | source           # ~/.config/fish/config.fish",
+        'eval "$(_THROUGHLINE_COMPLETE=bash_source throughline)"   # ~/.bashrc',
+        'eval "$(_THROUGHLINE_COMPLETE=zsh_source throughline)"    # ~/.zshrc',
+        "_THROUGHLINE_COMPLETE=fish_source throughline | source    # ~/.config/fish/config.fish",
         "```",
         "",
     ]
     settings = (
         main.context_settings
     )  # the names of the help option among them, which a command keeps from its first context
-    top = click.Context(
-        main, info_name="throughline", terminal_width=100, **settings | {"max_content_width": 100}
-    )
+    wide = {"terminal_width": COLUMNS, "max_content_width": COLUMNS}
+    top = click.Context(main, info_name="throughline", **settings | wide)
+    parts += ["```text", _help(main, top), "```", ""]
     for verb in VERBS:
         command = main.get_command(top, verb)
         assert command is not None
-        context = click.Context(
-            command, info_name=verb, parent=top, terminal_width=100, max_content_width=100
-        )
+        context = click.Context(command, info_name=verb, parent=top, **wide)
         parts += [f"## throughline {verb}", "", "```text", _help(command, context), "```", ""]
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
                 inner = command.get_command(context, name)
                 assert inner is not None
-                deeper = click.Context(
-                    inner, info_name=name, parent=context, terminal_width=100, max_content_width=100
-                )
+                deeper = click.Context(inner, info_name=name, parent=context, **wide)
                 parts += [f"### throughline {verb} {name}", "", "```text", _help(inner, deeper), "```", ""]
     return "\n".join(parts)
 
