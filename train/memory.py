@@ -58,9 +58,7 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
 
 
 def beside(terms: dict[str, int], device: torch.device, measured: int) -> dict[str, int]:
-    """The prediction and what a run measured, of the same things: on a GPU what torch's allocator gave out, without the
-    context and the libraries; on a processor the whole process.
-    """
+    """The prediction and what a run measured: on a GPU what torch's allocator gave out, else the whole process."""
     predicted = sum(terms.values()) - (terms.get("runtime", 0) if device.type == "cuda" else 0)
     return {"predicted": predicted, "measured": measured}
 
@@ -85,8 +83,8 @@ def _largest_first(terms: dict[str, int]) -> str:
 def _saving(
     recipe: Recipe, config: ModelConfig, device: str, tries: Sequence[Change], moments: Sequence[str]
 ) -> list[tuple[str, int]]:
-    """The changes, cheapest first, that are legal and save memory at these moments, with what would then be needed. One
-    that is `joined`, the dearest, comes with those that cost less and help.
+    """The legal changes, cheapest first, that save memory at these moments, with what would then be needed. One that is
+    `joined` comes with those that cost less and help.
     """
 
     def need(changed: Recipe) -> int:

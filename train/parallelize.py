@@ -165,9 +165,7 @@ def _without_wide_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None
 def _compiled(
     plain: Callable[..., Any], wanted: str, weights: Callable[[], Iterable[nn.Parameter]]
 ) -> Callable[..., Any]:
-    """A compiled function, or the plain one from the first call on when that call cannot be compiled. `weights` are
-    asked for then, when they have memory.
-    """
+    """A compiled function, or the plain one when the first call, at which `weights` have memory, cannot be compiled."""
     # shapes repeat from step to step; a compiled program for free shapes is slower
     fixed, free = (torch.compile(plain, dynamic=dynamic) for dynamic in (False, True))
     programs: dict[Any, Callable[..., Any]] = {}

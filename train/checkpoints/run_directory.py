@@ -181,9 +181,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, str]]:
-    """Of the newest checkpoint those files whose every byte is as written, every `world`-th by size: each process reads
-    a share where one would read a terabyte.
-    """
+    """Of the newest checkpoint those files, every `world`-th by size, whose every byte is as written."""
     with suppress(OSError, ThroughlineError):  # then the first process reads again and says what is wrong
         for path in checkpoints(directory)[:1]:
             files = sorted(read_manifest(path).files, key=lambda file: (file.bytes, file.name))[rank::world]

@@ -38,8 +38,7 @@ FREE = ("dropout", "sequence_length", "nsp", "mlm_transform", "huggingface")
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
     """The model at `path`, with its head if it has one, and its tokenizer.json (None when there is none).
 
-    Raises WrongUse for what is no model, Refused for a damaged or dangerous one, Failed for one that does not
-    fit together.
+    Raises WrongUse for what is no model, Refused for a damaged or dangerous one, Failed for one that does not fit.
     """
     path = Path(path)
     if (path / "config.json").is_file():
@@ -102,9 +101,7 @@ def check_tokens(tokens: Tokenizer, weights: Path | None, where: str) -> None:
 
 
 def start_from(values: Mapping[str, Tensor], engine: Engine) -> None:
-    """Give an engine, in any layout, these weights, which may stand below a new head there; what they lack keeps its
-    first values.
-    """
+    """Give an engine these weights, which may stand below a new head there; what they lack keeps its first values."""
 
     def value_of(name: str, box: Box) -> Tensor:
         known = values.get(name.removeprefix("encoder."))

@@ -21,9 +21,7 @@ CLIP = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """State per parameter: `step`; of a matrix part (r, c) `row_square` (r, 1) and `column_square` (1, c), of a vector
-    `square`.
-    """
+    """State: `step`; of a matrix part (r, c) `row_square` (r, 1) and `column_square` (1, c), of a vector `square`."""
 
     def __init__(self, groups: list[dict[str, Any]], whole: WholeParameters, *, lr: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
@@ -71,9 +69,7 @@ class Adafactor(torch.optim.Optimizer):
             gradient.mul_(state[name].lerp_(square, 1 - decay).rsqrt())
 
     def _squared_norms(self, part: LocalShard) -> Tensor:
-        """(3,): squares of the gradient as it is now and of the weight, and the sum of the row means over the part,
-        by its share of their columns: over all parts of the matrix each row counts once.
-        """
+        """(3,): squares of the gradient now and of the weight, and the part's share of the sum of row means."""
         parameter = part.value
         if not parameter.numel() or parameter.grad is None:
             return torch.zeros(3, dtype=torch.float64, device=parameter.device)

@@ -60,9 +60,7 @@ def build_optimizer(
 
 
 def _interleaved(name: str, model: Any) -> tuple[int, int]:
-    """How many matrices a weight holds, and in pieces of how many rows they alternate (see
-    `models.layers.Attention`).
-    """
+    """How many matrices a weight holds, and in pieces of how many rows they alternate (`models.layers.Attention`)."""
     count = 3 if name.endswith(".qkv.weight") else 2 if name.endswith(".kv.weight") else 1
     return count, model.config.head_size if count > 1 else 0
 

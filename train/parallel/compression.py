@@ -226,8 +226,7 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         """After the warm-up, an estimate of the squared norm of the sum over processes, from a sketch of it.
 
         Every number is given a random sign and added to one of SKETCH buckets; the sum over processes of the
-        buckets has the squared norm of the sum of gradients on average (Alon, Matias and Szegedy 1999). Not
-        finite when any gradient is not.
+        buckets has the squared norm of the sum of gradients on average (Alon, Matias and Szegedy 1999).
         """
         if not self.frozen:
             return None

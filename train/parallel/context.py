@@ -83,7 +83,6 @@ class ChunkDocuments(Documents):
         dropout: float = 0.0,
         window: int = 0,
     ) -> Tensor:
-        """Queries here, keys and values of the whole row."""
         assert not (dropout or window), "refused by the layout's rules"
         dtype = v_BGSD.dtype  # of the products: rotary positions leave queries and keys in fp32
         return ring_attention(q_BASD.to(dtype), k_BGSD.to(dtype), v_BGSD, self, is_causal, self.axis)
@@ -101,8 +100,6 @@ def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Queries here, keys and values of the whole row."""
-
     @staticmethod
     def forward(
         ctx: Any,

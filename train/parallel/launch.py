@@ -92,7 +92,7 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
 
 
 def _said(file: Path) -> int | None:
-    """The exit code of the first process, if it is final: nothing that another start would mend."""
+    """The exit code of the first process, if it is final."""
     text = file.read_text().split() if file.exists() else []
     return int(text[0]) if text and text[1] != "Lost" else None
 
@@ -171,9 +171,7 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[set[int]]:
 
 
 def near_cores(nodes: list[set[int]], rank: int, processes: int) -> set[int] | None:
-    """The cores to which a process of a machine is bound, those of its node or nodes: memory of another node is half as
-    fast. None where there is nothing to choose. GPUs are numbered along the nodes on the usual machines.
-    """
+    """The cores of a process's node or nodes, as GPUs are usually numbered along them; None without a choice."""
     if len(nodes) < 2:
         return None
     first = rank * len(nodes) // processes

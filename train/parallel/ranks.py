@@ -98,10 +98,8 @@ class Ranks:
             ) from error
 
     def first_decides(self, decide: Callable[[], Decision]) -> Decision:
-        """What `decide` returns on the first process, on every one. Collective, without a time limit.
-
-        When it raises an error of a user, the first process raises it and the others end silently with its
-        exit code.
+        """What `decide` returns on the first process, on every one. Collective, without a time limit. When it raises an
+        error of a user, the others end silently with its exit code.
         """
         self._turns += 1
         if not self.leads:
