@@ -124,11 +124,9 @@ class Tokie:
         letter, characters = self._letter, list(map(chr, codes.tolist()))
         texts = [f"{letter}{c}{letter}{c}{c} {c}" for c in characters]
         ours, theirs = split_ids(*self._encode(texts)), split_ids(*self._reference(texts))
-        same = [
-            np.array_equal(mine, right) and not (self._lowercase and _moves(c))
-            for c, mine, right in zip(characters, ours, theirs)
-        ]
-        self._known[codes] = np.where(same, SAME, OTHER)
+        same = [np.array_equal(mine, right) for mine, right in zip(ours, theirs)]
+        moved = [self._lowercase and _moves(c) for c in characters]
+        self._known[codes] = np.where(np.array(same) & ~np.array(moved), SAME, OTHER)
 
 
 def _check_bert(config: dict[str, Any]) -> None:
@@ -136,9 +134,8 @@ def _check_bert(config: dict[str, Any]) -> None:
     normalizer, splitter = config.get("normalizer") or {}, config.get("pre_tokenizer") or {}
     if normalizer.get("type") != "BertNormalizer" or splitter.get("type") != "BertPreTokenizer":
         raise ValueError("the normalizer and the pre-tokenizer are not BERT's")
-    if normalizer.get("strip_accents") not in (None, normalizer["lowercase"]) or not (
-        normalizer["clean_text"] and normalizer["handle_chinese_chars"]
-    ):
+    usual = normalizer["clean_text"] and normalizer["handle_chinese_chars"]
+    if not usual or normalizer.get("strip_accents") not in (None, normalizer["lowercase"]):
         raise ValueError("the normalizer has settings that BERT's has not")
     model = config["model"]
     if model["continuing_subword_prefix"] != "##" or model["max_input_chars_per_word"] != 100:
@@ -147,10 +144,8 @@ def _check_bert(config: dict[str, Any]) -> None:
 
 def _moves(character: str) -> bool:
     """Whether a mark that is kept as an accent goes may change places with its neighbours, by their Unicode."""
-    return any(
-        unicodedata.combining(part) and unicodedata.category(part) != "Mn"
-        for part in unicodedata.normalize("NFD", character)
-    )
+    parts = unicodedata.normalize("NFD", character)
+    return any(unicodedata.combining(part) and unicodedata.category(part) != "Mn" for part in parts)
 
 
 def _codes(text: str) -> np.ndarray:

@@ -43,29 +43,15 @@ def sample_segments(
     NO_TARGET).
     """
     if options.nsp == "none":
-        return _stretches(part.document_starts, options.sequence_length - 2, first_token)
+        starts, lengths = split_documents(part.document_starts, options.sequence_length - 2)
+        pairs = np.zeros(len(starts), PAIR)
+        pairs["a"], pairs["a_length"], pairs["label"] = starts + first_token, lengths, NO_TARGET
+        return pairs
     copies = [_walk(part, first_document, options, copy) for copy in range(options.pair_copies)]
-    pairs = np.concatenate(copies) if copies else np.empty(0, PAIR)
+    pairs = np.concatenate(copies)
     pairs["a"] += first_token
     pairs["b"] += first_token
     return pairs
-
-
-def check_sentences(store: TokenStore, options: DatasetOptions) -> None:
-    """Raise WrongUse when pairs are asked of a store whose documents are not divided into sentences."""
-    if options.nsp != "none" and store.sequences <= store.documents:
-        raise WrongUse(
-            f'nsp = "{options.nsp}" needs sentences, this store has none',
-            why=f"{store.sequences:,} sequences in {store.documents:,} documents: one each",
-            fix='tokenise again with sentences kept as sequences, or set nsp = "none"',
-        )
-
-
-def _stretches(bounds: np.ndarray, capacity: int, first_token: int) -> np.ndarray:
-    starts, lengths = split_documents(bounds, capacity)
-    out = np.zeros(len(starts), PAIR)
-    out["a"], out["a_length"], out["label"] = starts + first_token, lengths, NO_TARGET
-    return out
 
 
 def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: int) -> np.ndarray:
@@ -195,7 +181,9 @@ class Masker:
         column = (maskable - (np.cumsum(lengths) - lengths)[segment]).astype(np.uint64)
         words = bits(keys[segment], column)
         candidates = np.bincount(segment, minlength=len(lengths))
-        first, quota = np.cumsum(candidates) - candidates, self._quota(candidates, keys)
+        first = np.cumsum(candidates) - candidates
+        quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
+        quota = np.minimum(np.maximum(quota, 1), candidates)
         if self.options.whole_word:
             begins = ~self.continues[tokens[maskable]]
             begins[:1] = True
@@ -209,10 +197,6 @@ class Masker:
         tokens[places[fate < np.uint64(int(0.8 * 2**32))]] = self.options.mask_id
         other = fate >= np.uint64(int(0.9 * 2**32))
         tokens[places[other]] = self.ordinary[below(words[other], len(self.ordinary))]
-
-    def _quota(self, candidates: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
-        return np.minimum(np.maximum(quota, 1), candidates)
 
 
 def _choose_tokens(
@@ -255,7 +239,11 @@ class BERTPairs:
     """
 
     def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
-        check_sentences(store, options)
+        if options.nsp != "none" and store.sequences <= store.documents:
+            what = f'nsp = "{options.nsp}" needs sentences, this store has none'
+            why = f"{store.sequences:,} sequences in {store.documents:,} documents: one each"
+            fix = 'tokenise again with sentences kept as sequences, or set nsp = "none"'
+            raise WrongUse(what, why=why, fix=fix)
         self.store, self.options, self.mask = store, options, Masker(options)
         identity = {"what": "bert rows", "store": store.content_identity(), "length": options.sequence_length}
         identity |= {"packed": options.packing == "packed", "nsp": options.nsp}

@@ -71,16 +71,15 @@ def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path,
                 tokens = part.read(start, min(start + CHUNK, part.tokens))
                 file.write(tokens.astype("<u2").data)
                 bar.advance(len(tokens))
-    if (place := tokenizer_beside(source)).is_file() and not _is_gpt2(tokenizer := Tokenizer.load(place)):
+    if not (place := tokenizer_beside(source)).is_file():
+        return
+    tokenizer = Tokenizer.load(place)
+    # GPT-2's is taken for granted where there is no meta.pkl
+    if tokenizer.vocab_size != 50257 or tokenizer.encode("Hello world").tolist() != [15496, 995]:
         texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
         first = {text: i for i, text in reversed(texts.items())}
         meta = {"vocab_size": tokenizer.vocab_size, "stoi": first, "itos": texts}
         (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-
-
-def _is_gpt2(tokenizer: Tokenizer) -> bool:
-    """Whether it is the tokenizer that nanoGPT takes for granted where there is no meta.pkl."""
-    return tokenizer.vocab_size == 50257 and tokenizer.encode("Hello world").tolist() == [15496, 995]
 
 
 def _link(source: Path, target: Path) -> None:

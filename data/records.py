@@ -115,9 +115,8 @@ def _read(path: Path, text: Callable[[TextIO, Path], Iterator[Record]]) -> Itera
 
 def _open(path: Path) -> TextIO:
     """A UTF-8 file as text, line ends as they are; a byte order mark at its beginning is no part of it."""
-    if path.suffix in COMPRESSION:
-        return io.TextIOWrapper(_unpacked(path), encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+    file: Any = _unpacked(path) if path.suffix in COMPRESSION else path.open("rb")
+    return io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
 
 
 def _unpacked(path: Path) -> io.BytesIO:

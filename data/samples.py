@@ -49,7 +49,10 @@ class GPTWindows:
         if options.separate_documents:
             begins = _document_begins(self.store, starts, length + 1)
             batch["targets"][begins[:, 1:] > 0] = NO_TARGET
-            batch.update(_document_columns(begins[:, :-1]))
+            begins, columns = begins[:, :-1], np.arange(length, dtype=np.int64)
+            latest = np.maximum.accumulate(np.where(begins > 0, columns, 0), axis=1)
+            batch["document_ids"] = np.cumsum(begins, axis=1, dtype=np.int32)
+            batch["positions"] = columns - latest
         return batch
 
 
@@ -63,12 +66,6 @@ def _document_begins(store: TokenStore, starts: np.ndarray, length: int) -> np.n
     begins = np.zeros((len(starts), length), np.int32)
     np.add.at(begins, (row, columns), 1)
     return begins
-
-
-def _document_columns(begins: np.ndarray) -> Batch:
-    columns = np.arange(begins.shape[1], dtype=np.int64)
-    latest = np.maximum.accumulate(np.where(begins > 0, columns, 0), axis=1)
-    return {"document_ids": np.cumsum(begins, axis=1, dtype=np.int32), "positions": columns - latest}
 
 
 class GPTPacked:

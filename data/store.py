@@ -79,10 +79,8 @@ class TokenStore:
             verify_artifact(path, sizes_only=held > REHASH_BYTES)
             facts, identity = dict(read.facts), str(read.hash)
             names = [file.name for file in read.files]  # and nothing else that may lie there
-        elif unfinished := next(
-            (place for place in (path, partial(path)) if place.suffix == PARTIAL and place.is_dir()), None
-        ):
-            why = f"its tokenisation has not finished: the work is in {unfinished}"
+        elif unfinished := [p for p in (path, partial(path)) if p.suffix == PARTIAL and p.is_dir()]:
+            why = f"its tokenisation has not finished: the work is in {unfinished[0]}"
             fix = "run the same tokenize command again"
             raise Refused("unfinished token store", where=path, why=why, fix=fix)
         else:
@@ -105,7 +103,9 @@ class TokenStore:
         if len({shard.dtype for shard in shards}) > 1:
             dtypes = ", ".join(sorted({str(shard.dtype) for shard in shards}))
             raise Refused("shards of different dtypes in one store", where=str(path), why=dtypes)
-        store = cls(shards, facts, identity or _foreign_identity(shards))
+        # what names a store without a manifest: sizes and names; its content is not hashed at opening
+        sizes = (f"{s.bin.name}={s.tokens}/{s.sequences}/{s.documents}" for s in shards)
+        store = cls(shards, facts, identity or "foreign:" + ",".join(sizes))
         if not store.tokens:
             raise Refused("the token store is empty", where=str(path), why="its shards hold no token")
         return store
@@ -273,8 +273,3 @@ class TokenStore:
         token = target if inside else int(starts[sequence])
         document = int(np.searchsorted(self.document_bounds, sequence, side="right")) - 1
         return Cut(base.token + token, base.sequence + sequence, base.document + document, inside, True)
-
-
-def _foreign_identity(shards: list[Shard]) -> str:
-    """What names a store without a manifest: sizes and names; its content is not hashed at opening."""
-    return "foreign:" + ",".join(f"{s.bin.name}={s.tokens}/{s.sequences}/{s.documents}" for s in shards)

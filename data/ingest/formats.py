@@ -68,8 +68,7 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
     opened: Any = file
     if compression and os.fstat(file.fileno()).st_size:  # an empty file is no damaged one
         opened = gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
-    while block := opened.read(BLOCK_BYTES):
-        yield block
+    yield from iter(lambda: opened.read(BLOCK_BYTES), b"")
 
 
 def _unzstd(file: IO[bytes]) -> Iterator[bytes]:

@@ -72,6 +72,34 @@ def test_active_parameters_of_experts(name, billions):
     assert preset(name).active_parameter_count() / 1e9 == pytest.approx(billions, abs=0.06)
 
 
+def test_latent_attention_has_the_published_parameters():
+    """DeepSeek-AI 2024 (V3), section 4.2 and abstract: 671B parameters, of which a token goes through 37B."""
+    size = {
+        "vocab_size": 129280,
+        "layers": 61,
+        "width": 7168,
+        "heads": 128,
+        "mlp_width": 18432,
+        "gated": True,
+    }
+    size |= {"norm": "rmsnorm", "bias": False, "positions": "rotary", "tied": False, "balance_bias": True}
+    latent = {"kv_latent": 512, "q_latent": 1536, "head_width": 192, "rope_width": 64, "value_width": 128}
+    experts = {
+        "experts": 256,
+        "experts_per_token": 8,
+        "expert_width": 2048,
+        "shared_experts": 1,
+        "dense_layers": 3,
+    }
+    config = GPTConfig.from_dict(size | latent | experts)
+    assert config.parameter_count() / 1e9 == pytest.approx(671, abs=0.5)
+    assert config.active_parameter_count() / 1e9 == pytest.approx(37, abs=0.6)
+    assert GPTConfig(q_latent=8).validate() == [
+        "q_latent and value_width are of latent attention, and kv_latent is 0"
+    ]
+    assert len(GPTConfig(**size | latent | {"kv_heads": 4, "balance_bias": False}).validate()) == 1
+
+
 def test_published_config_files_are_these_presets():
     """Every field of the config.json of a released model is known: read, or ignored by a table. `source` says where
     the fields were read; a model whose file was not found says `unsourced` there.
