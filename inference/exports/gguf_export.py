@@ -7,6 +7,7 @@ Layouts, as llama.cpp's loaders expect them:
 - matrices are (out, in); GPT-2's query, key and value are one matrix, one after another;
 - Llama's and SmolLM 3's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates
   halves; in the other families it rotates halves too. Llama 3's scaled rope is a tensor of divisors;
+- NeoX's query, key and value stand behind one another whole, not head by head;
 - norms that scale by 1 + weight are stored with the 1;
 - BERT's first row of token types is all that is ever used; of its heads the one that labels a text is stored;
 - vectors and positions are f32. Of the matrices in q4_0 the output is q8_0, as llama.cpp keeps it finer.
@@ -61,13 +62,15 @@ LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model 
 WRITTEN = {
     name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")
 }
-WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3"}
+WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "starcoder2": "starcoder2"}
 # what its code takes for granted: of any family, and otherwise of some
 GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
 GRANTED |= dict.fromkeys(("query_scalar", "rope_local_theta", "rope_magnitude"), 0.0)
 GRANTED |= dict.fromkeys(("rope_width", "attention_window"), 0)
 OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt2": {"activation": "gelu_tanh"},
+    "gptneox": {"activation": "gelu"},  # by the tanh form: nearer than its table of f16 values
+    "starcoder2": {"activation": "gelu_tanh"},
     "qwen2": {"linear_bias": "qkv"},
     "smollm3": {"layer_pattern": "gggn"},
     "gemma2": {"activation": "gelu_tanh", "layer_pattern": "lg"},
@@ -131,6 +134,8 @@ def architecture_of(config: ModelConfig) -> str:
     granted = GRANTED | OTHERWISE.get(name, {})
     if name.startswith("gemma"):
         del granted["attention_window"]
+    if name == "gptneox":
+        del granted["rope_width"]
     differing = [field for field, value in granted.items() if getattr(config, field) != value]
     differing += ["rope_scaling"] if config.rope_scaling == "dynamic" else []
     if differing:
@@ -160,7 +165,7 @@ def write_gguf(
         raise Refused(f"a head for {kind} has no place in a GGUF file", where="--to gguf", fix=fix)
     _, state = huggingface_of(model)
     writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, config, precision)
+    _describe(writer, architecture, config, precision)
     if isinstance(config, BERTConfig):
         labelled = kind == "sequence-classification"
         writer.add_pooling_type(gguf.PoolingType["RANK" if labelled else sentence.pooling.upper()])
@@ -177,7 +182,7 @@ def write_gguf(
     writer.close()
 
 
-def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> None:
+def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecision) -> None:
     import gguf
 
     kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
@@ -193,8 +198,7 @@ def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> Non
     if isinstance(config, GPTConfig):
         writer.add_head_count_kv(config.key_value_heads)
     if isinstance(config, GPTConfig) and config.positions == "rotary":
-        writer.add_layer_norm_rms_eps(config.norm_epsilon)
-        writer.add_rope_dimension_count(config.head_size)
+        writer.add_rope_dimension_count(config.rotary_size)
         writer.add_key_length(config.head_size)
         writer.add_value_length(config.head_size)
         writer.add_rope_freq_base(config.rope_theta)
@@ -205,8 +209,12 @@ def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> Non
             writer.add_attn_logit_softcapping(config.attention_softcap)
         if config.logit_softcap:
             writer.add_final_logit_softcapping(config.logit_softcap)
+    if config.norm == "rmsnorm":
+        writer.add_layer_norm_rms_eps(config.norm_epsilon)
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
+    if architecture == "gptneox":
+        writer.add_parallel_residual(config.residual == "parallel")
     if isinstance(config, BERTConfig):
         writer.add_causal_attention(False)
         writer.add_token_type_count(config.token_types)
@@ -253,6 +261,11 @@ def _tensors(
         for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):
             if architecture in ("llama", "smollm3") and part in mine:
                 values = _neighbours(values, heads)
+        if (
+            architecture == "gptneox" and "attn_qkv." in mine
+        ):  # of each head query, key and value, one after another
+            apart = values.reshape(config.heads, 3, -1, *values.shape[1:])
+            values = apart.swapaxes(0, 1).reshape(values.shape)
         if isinstance(config, GPTConfig) and config.norm_from_one and mine.endswith("norm.weight"):
             values = values + 1
         yield mine, np.ascontiguousarray(values, np.float32)

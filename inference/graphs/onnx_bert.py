@@ -48,14 +48,17 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
         several = config.token_types > 1
         types = graph.input("token_type_ids", INT64, ["batch", "sequence"]) if several else graph.scalar(0)
         x = graph.node("Add", x, graph.node("Gather", parts.weight("type_table.weight"), types))
-    x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), steps))
+    if config.positions == "learned":
+        x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), steps))
+    if config.embedding_norm:
+        x = parts.norm(x, "embedding_norm")
     if not config.norm_first:
         x = parts.norm(x, "norm")
     if config.embedding_width:
         x = parts.linear(x, "projection")
     attention = _fused(parts, mask) if _fusable(parts) else _plain(parts, encoder, mask, length, steps)
     for layer in range(config.layers):
-        x = parts.block(x, layer, config.norm_first, attention)
+        x = parts.block(x, layer, config.norm_first, partial(attention, layer=layer))
     if config.norm_first:
         x = parts.norm(x, "norm")
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
@@ -72,29 +75,41 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     return graph
 
 
-def _plain(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> Callable[[str, str], str]:
+def _plain(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> Callable[..., str]:
     """Attention in standard operators."""
     graph, config = parts.graph, parts.config
     assert isinstance(config, BERTConfig)
     keys = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
     square = graph.node("Concat", graph.length(mask, 0), graph.ints(1), length, length, axis=0)
     allowed = graph.node("Expand", keys, square)  # (batch, 1, sequence, sequence): what a query may look at
-    if config.relative_buckets:
-        bias = _relative_bias(parts, model, steps)
-        hidden = graph.node("Where", allowed, bias, graph.number(HIDDEN_BY_MASK))
-    elif graph.half or graph.opset < 23:
-        hidden = parts.hidden_where_not(allowed)
-    else:
-        hidden = allowed
+    hidden: dict[int, str] = {}  # by window
+    for window in sorted({parts.window(layer) for layer in range(config.layers)}):
+        seen = allowed
+        if window:
+            apart = graph.node("Abs", graph.node("Sub", steps, graph.node("Unsqueeze", steps, graph.ints(1))))
+            seen = graph.node("And", allowed, graph.node("Less", apart, graph.ints(window)))
+        if config.relative_buckets:
+            bias = _relative_bias(parts, model, steps)
+            seen = graph.node("Where", seen, bias, graph.number(HIDDEN_BY_MASK))
+        elif graph.half or graph.opset < 23:
+            seen = parts.hidden_where_not(seen)
+        hidden[window] = seen
     wide = graph.half and parts.options.variant != "tensorrt"
     softmax: dict[str, Any] = {"softmax_precision": 1} if wide else {}
+    places = graph.node("Expand", steps, graph.node("Shape", mask)) if config.positions == "rotary" else ""
 
-    def core(query: str, key: str, value: str) -> str:
-        if graph.opset < 23:
-            return parts.explicit_attention(query, key, value, hidden)
-        return graph.node("Attention", query, key, value, hidden, **softmax)
+    def attention(x: str, name: str, layer: int) -> str:
+        tables, unseen = parts.rotary(layer), hidden[parts.window(layer)]
 
-    return partial(parts.attention, core=core)
+        def core(query: str, key: str, value: str) -> str:
+            query, key = (parts.rotated(one, places, tables) for one in (query, key))
+            if graph.opset < 23:
+                return parts.explicit_attention(query, key, value, unseen)
+            return graph.node("Attention", query, key, value, unseen, **softmax)
+
+        return parts.attention(x, name, core)
+
+    return attention
 
 
 def _fusable(parts: Blocks) -> bool:
@@ -102,18 +117,19 @@ def _fusable(parts: Blocks) -> bool:
     config = parts.config
     assert isinstance(config, BERTConfig)
     plain = config.bias and not config.gated and config.key_value_heads == config.heads
+    plain = plain and config.positions == "learned" and not config.attention_window
     plain = plain and not config.norm_first and not config.relative_buckets
     return (
         parts.fused and not parts.options.blocks and plain and config.heads * config.head_size == config.width
     )
 
 
-def _fused(parts: Blocks, mask: str) -> Callable[[str, str], str]:
+def _fused(parts: Blocks, mask: str) -> Callable[..., str]:
     """Attention by ONNX Runtime's fused operator; with int8, QAttention on an input rounded when it runs."""
     graph, heads = parts.graph, parts.config.heads
     mask = graph.node("Cast", mask, to=INT32)
 
-    def attention(x: str, name: str) -> str:
+    def attention(x: str, name: str, layer: int) -> str:
         weight, bias = parts.reordered(f"{name}.qkv", heads, 3)
         assert bias is not None
         if parts.options.precision != "int8":
@@ -172,8 +188,7 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
     if plain:
         ask = graph.input("logit_positions", INT64, ["batch", "asked"])
         features = graph.take(hidden, ask)
-    if config.mlm_transform:
-        features = parts.norm(parts.activation(parts.linear(features, "mlm_transform")), "mlm_norm")
+    features = _features(parts, features)
     bias = "mlm_bias" if "mlm_bias" in parts.state else ""
     out = "mlm_logits" if plain else "logits"
     parts.vocabulary_logits(features, ask, "token_table.weight", bias, out)
@@ -183,15 +198,26 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
         graph.result(parts.linear(pooled, "nsp"), "nsp_logits", ["batch", 2])
 
 
+def _features(parts: Blocks, x: str) -> str:
+    """What the masked-LM decoder reads; a ModernBERT's heads of labels too."""
+    if "mlm_transform.weight" not in parts.state:
+        return x
+    return parts.norm(parts.activation(parts.linear(x, "mlm_transform")), "mlm_norm")
+
+
 def _pooled(parts: Blocks, hidden: str) -> str:
     first = parts.graph.node("Gather", hidden, parts.graph.scalar(0), axis=1)
     assert isinstance(parts.config, BERTConfig)
+    if parts.config.pooler == "features":
+        return _features(parts, first)
     x, bent = parts.linear(first, "pooler"), parts.config.pooler
     return parts.activation(x) if bent == "gelu" else parts.graph.node(bent.capitalize(), x)  # Tanh, Relu
 
 
 def _fine_tuned_head(parts: Blocks, kind: str, labels: int, hidden: str) -> None:
     graph = parts.graph
+    if kind != "sequence-classification" and getattr(parts.config, "pooler", "") == "features":
+        hidden = _features(parts, hidden)
     if kind == "sequence-classification":
         graph.result(parts.linear(_pooled(parts, hidden), "output"), "logits", ["batch", labels])
     elif kind == "token-classification":

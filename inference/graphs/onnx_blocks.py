@@ -12,6 +12,7 @@ import numpy as np
 from ...core.errors import Refused
 from ...models.config import GPTConfig
 from ...models.families import refuse_beyond
+from ...models.rotary import rotary_table
 from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_writer import CONTRIB, Graph, Products, int8_by_output
@@ -28,18 +29,20 @@ HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min
 # Fields beyond a Llama's that a graph has: rope is a table, whatever scaled it; biases are where there are weights.
 KNOWN = ["rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude"]
 KNOWN += ["rope_width", "layer_pattern", "linear_bias", "output_bias", "qk_norm", "norm_from_one", "residual"]
-KNOWN += ["position_offset", "norm_place", "activation", "pooler", "embedding_width"]
+KNOWN += ["position_offset", "norm_place", "activation", "pooler", "embedding_width", "embedding_norm"]
+KNOWN += ["rope_local_theta"]
 
 
 def refuse_unknown(config: TransformerConfig) -> None:
     """Raise Refused, by name, for a model with something that the graphs do not have."""
-    around = isinstance(config, GPTConfig) and config.norm_place == "around"
-    refuse_beyond(config, [name for name in KNOWN if name != "norm_place" or not around], "an ONNX graph")
-    if config.attention_pattern is not None:
-        what = "a model with an attention pattern has no ONNX graph yet"
-        why = "the graphs look at the whole sequence, and the model was trained to look at a part"
+    known = [*KNOWN, *(["positions"] if config.positions == "rotary" else [])]
+    if isinstance(config, GPTConfig) and config.norm_place == "around":
+        known.remove("norm_place")
+    refuse_beyond(config, known, "an ONNX graph")
+    if config.attention_pattern is not None and not config.attention_pattern.is_band:
+        what = "a model with an attention pattern beyond a sliding window has no ONNX graph yet"
         fix = "evaluate, generate and serve it with the torch backend"
-        raise Refused(what, where="attention_window", why=why, fix=fix)
+        raise Refused(what, where="attention_kind", fix=fix)
 
 
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
@@ -71,6 +74,7 @@ class Blocks:
             ]
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
+        self._rotary: dict[bool, list[str]] = {}
 
     def weight(self, name: str) -> str:
         """A parameter in the type of the products."""
@@ -96,6 +100,10 @@ class Blocks:
         (`stash_type` 1) and scale the result in the type of x.
         """
         graph, epsilon = self.graph, self.config.norm_epsilon
+        if (
+            f"{name}.weight" not in self.state
+        ):  # the first of a model whose embeddings have a norm of their own
+            return x
         scale = self.weight(f"{name}.weight")
         bias = [self.weight(f"{name}.bias")] if f"{name}.bias" in self.state else []
         if self.config.norm == "layernorm" or graph.opset >= 23:
@@ -188,6 +196,49 @@ class Blocks:
         shape = (heads, parts, self.config.head_size)
         weight = weight.reshape(*shape, -1).swapaxes(0, 1).reshape(weight.shape)
         return weight, None if bias is None else bias.reshape(shape).swapaxes(0, 1).reshape(-1)
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees on each side, itself included; 0: all."""
+        pattern = self.config.pattern_of(layer)
+        return pattern.window if pattern else 0
+
+    def rotary(self, layer: int) -> list[str]:
+        """Cosines and sines (sequence_length, D / 2) of a layer, the model's own with equal halves; [] for none."""
+        import torch
+
+        config, kind = self.config, self.config.kind_of(layer)
+        if config.positions != "rotary" or kind == "n":
+            return []
+        local = kind == "l" and config.rope_local_theta > 0
+        if local not in self._rotary:
+            places, half = torch.arange(config.sequence_length), config.rotary_size // 2
+            tables = [table[0, 0, :, :half] for table in rotary_table(config, places, torch.float32, local)]
+            self._rotary[local] = [
+                self.products.constant(f"rotary{'_local' if local else ''}.{name}", table.numpy())
+                for name, table in zip(("cos", "sin"), tables)
+            ]
+        return self._rotary[local]
+
+    def rotated(self, x: str, positions: str, tables: list[str]) -> str:
+        """x (batch, heads, sequence, D) turned by its positions (batch, sequence); as it is without tables."""
+        if not tables:
+            return x
+        graph, config, size = self.graph, self.config, self.config.rotary_size
+        if graph.opset >= 23:
+            part: dict[str, Any] = {"rotary_embedding_dim": size} if config.rope_width else {}
+            return graph.node("RotaryEmbedding", x, *tables, positions, **part)
+        found = [graph.node("Gather", table, positions) for table in tables]  # (batch, sequence, D / 2)
+        cos, sin = (graph.node("Unsqueeze", part, graph.ints(1)) for part in found)
+        ends = (graph.ints(0), graph.ints(size // 2), graph.ints(size))
+        first = graph.node("Slice", x, ends[0], ends[1], graph.ints(3))
+        second = graph.node("Slice", x, ends[1], ends[2], graph.ints(3))
+        turned = [
+            graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
+            graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
+        ]
+        if config.rope_width:
+            turned.append(graph.node("Slice", x, ends[2], graph.ints(config.head_size), graph.ints(3)))
+        return graph.node("Concat", *turned, axis=-1)
 
     def explicit_attention(self, query: str, key: str, value: str, hidden: str) -> str:
         """Attention from standard parts, softmax in float32. `hidden` (batch, 1 or A, sequence, keys) is added

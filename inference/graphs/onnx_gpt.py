@@ -19,10 +19,7 @@ its operator reads and writes them, and a past and its present may be one buffer
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ...models.config import GPTConfig
-from ...models.rotary import rotary_table
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
 from .onnx_blocks import AttentionCore, Blocks
@@ -43,10 +40,10 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
     if config.positions == "learned":
         table = parts.weight("position_table.weight")
         x = graph.node("Add", x, graph.node("Gather", table, memory.positions))
-    rotary = _rotary_tables(config) if config.positions == "rotary" else None
+    if config.embedding_norm:
+        x = parts.norm(x, "embedding_norm")
     for layer in range(config.layers):
-        turned = None if config.kind_of(layer) == "n" else rotary
-        core = (_grouped if parts.grouped else _cached)(parts, memory, layer, turned)
+        core = (_grouped if parts.grouped else _cached)(parts, memory, layer)
         x = parts.block(x, layer, True, partial(parts.attention, core=core))
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
@@ -77,7 +74,7 @@ class _Slots:
             most = graph.node("ReduceMax", self.total, keepdims=0)
             self.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", most, to=INT32))
         self._standard = graph.opset >= 24 and parts.options.variant != "tensorrt"
-        self._hidden = ""
+        self._hidden: dict[int, str] = {}  # by window
 
     def shape(self) -> list[int | str]:
         config = self.parts.config  # TensorRT wants to know the capacity, which is the whole context then
@@ -100,19 +97,20 @@ class _Slots:
         at = graph.node("Expand", at, graph.node("Shape", new))
         return graph.node("ScatterElements", store, at, new, out=out, axis=2)
 
-    def attend(self, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
         """The new tokens over what a layer remembers."""
-        graph = self.parts.graph
-        if self._standard:
-            softmax: dict[str, Any] = {"softmax_precision": 1} if graph.half else {}  # 1: float32
+        graph, window = self.parts.graph, self.parts.window(layer)
+        softmax: dict[str, Any] = {"softmax_precision": 1} if graph.half else {}  # 1: float32
+        if self._standard and not window:
             inputs = (query, key, value, "", "", "", self.total)
             return graph.node("Attention", *inputs, is_causal=1, **softmax)
-        if not self._hidden:
+        if window not in self._hidden:
             places = graph.steps(graph.length("past.0.key", 2))
             last = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
-            allowed = graph.node("LessOrEqual", places, last)  # (batch, 1, sequence, capacity)
-            self._hidden = self.parts.hidden_where_not(allowed)
-        return self.parts.explicit_attention(query, key, value, self._hidden)
+            self._hidden[window] = _hidden(self.parts, places, last, window)  # (batch, 1, sequence, capacity)
+        if self._standard:
+            return graph.node("Attention", query, key, value, self._hidden[window], **softmax)
+        return self.parts.explicit_attention(query, key, value, self._hidden[window])
 
 
 class _Growing:
@@ -132,9 +130,9 @@ class _Growing:
             return
         past = graph.steps(new), graph.node("Sub", total, new)
         own = graph.node("Add", *past)  # (sequence): place of a token
-        before = graph.node("LessOrEqual", graph.steps(total), graph.node("Unsqueeze", own, graph.ints(1)))
-        real = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
-        self._hidden = parts.hidden_where_not(graph.node("And", before, real))  # (batch, 1, sequence, total)
+        places, own = graph.steps(total), graph.node("Unsqueeze", own, graph.ints(1))
+        windows = {parts.window(layer) for layer in range(parts.config.layers)}
+        self._hidden = {window: _hidden(parts, places, own, window, mask) for window in sorted(windows)}
 
     def shape(self, name: str = "past_sequence + sequence") -> list[int | str]:
         return ["batch", self.parts.config.key_value_heads, name, self.parts.config.head_size]
@@ -151,35 +149,47 @@ class _Growing:
         store, out = self.store(layer, kind)
         return self.parts.graph.node("Concat", store, new, axis=2, out=out)
 
-    def attend(self, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
         """The new tokens over what a layer remembers."""
-        return self.parts.explicit_attention(query, key, value, self._hidden)
+        return self.parts.explicit_attention(query, key, value, self._hidden[self.parts.window(layer)])
 
 
-def _cached(
-    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: list[np.ndarray] | None
-) -> AttentionCore:
+def _hidden(parts: Blocks, places: str, own: str, window: int, mask: str = "") -> str:
+    """What is added to the scores of tokens at their `own` places: 0 for those before them, of a window the nearest,
+    that are real by a `mask` (batch, places).
+    """
+    graph = parts.graph
+    seen = graph.node("LessOrEqual", places, own)
+    if window:
+        first = graph.node("Sub", own, graph.ints(window - 1))
+        seen = graph.node("And", seen, graph.node("GreaterOrEqual", places, first))
+    if mask:
+        real = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
+        seen = graph.node("And", seen, real)
+    return parts.hidden_where_not(seen)
+
+
+def _cached(parts: Blocks, memory: _Slots | _Growing, layer: int) -> AttentionCore:
     """The attention of one layer over its cache."""
 
     def core(query: str, key: str, value: str) -> str:
-        if rotary is not None:
-            query, key = (_rotate(parts, x, memory.positions, rotary) for x in (query, key))
-        return memory.attend(query, memory.extend(layer, "key", key), memory.extend(layer, "value", value))
+        tables = parts.rotary(layer)
+        query, key = (parts.rotated(x, memory.positions, tables) for x in (query, key))
+        return memory.attend(
+            layer, query, memory.extend(layer, "key", key), memory.extend(layer, "value", value)
+        )
 
     return core
 
 
-def _grouped(
-    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: list[np.ndarray] | None
-) -> AttentionCore:
+def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int) -> AttentionCore:
     """The attention of one layer over its cache as one operator, which also writes the cache."""
     graph, config = parts.graph, parts.config
     assert isinstance(config, GPTConfig)
     heads, groups = config.heads, config.key_value_heads
 
     def core(query: str, key: str, value: str) -> str:
-        if rotary is not None:
-            tables = [parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), rotary)]
+        if tables := parts.rotary(layer):
             part: dict[str, Any] = {"rotary_embedding_dim": config.rope_width} if config.rope_width else {}
             query, key = (
                 graph.node(
@@ -190,38 +200,7 @@ def _grouped(
         stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
         inputs = (query, key, value, *stores, *memory.ends)
         counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}
+        counts |= {"local_window_size": parts.window(layer)} if parts.window(layer) else {}
         return graph.node("GroupQueryAttention", *inputs, more=presents, domain=CONTRIB, **counts)
 
     return core
-
-
-def _rotate(parts: Blocks, x: str, positions: str, tables: list[np.ndarray]) -> str:
-    """Rotary positions of x (batch, heads, sequence, D)."""
-    graph, config = parts.graph, parts.config
-    assert isinstance(config, GPTConfig)
-    size = config.rotary_size
-    cos, sin = (parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), tables))
-    if graph.opset >= 23:
-        part: dict[str, Any] = {"rotary_embedding_dim": size} if config.rope_width else {}
-        return graph.node("RotaryEmbedding", x, cos, sin, positions, **part)
-    found = [graph.node("Gather", table, positions) for table in (cos, sin)]  # (batch, sequence, D / 2)
-    cos, sin = (graph.node("Unsqueeze", part, graph.ints(1)) for part in found)
-    ends = (graph.ints(0), graph.ints(size // 2), graph.ints(size))
-    first = graph.node("Slice", x, ends[0], ends[1], graph.ints(3))
-    second = graph.node("Slice", x, ends[1], ends[2], graph.ints(3))
-    turned = [
-        graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
-        graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
-    ]
-    if config.rope_width:
-        turned.append(graph.node("Slice", x, ends[2], graph.ints(config.head_size), graph.ints(3)))
-    return graph.node("Concat", *turned, axis=-1)
-
-
-def _rotary_tables(config: GPTConfig) -> list[np.ndarray]:
-    """Cosines and sines (sequence_length, D / 2), the model's own, whose halves are equal."""
-    import torch
-
-    places, half = torch.arange(config.sequence_length), config.rotary_size // 2
-    tables = rotary_table(config, places, torch.float32)
-    return [table[0, 0, :, :half].numpy() for table in tables]

@@ -25,6 +25,16 @@ LLAMA = {
     "bias": False,
     "tied": False,
 }
+WINDOWS = LLAMA | {"kv_heads": 2, "attention_window": 9, "layer_pattern": "lg", "rope_local_theta": 500.0}
+MODERNBERT = {
+    "positions": "rotary",
+    "embedding_norm": True,
+    "norm_first": True,
+    "token_types": 0,
+    "nsp": False,
+}
+MODERNBERT |= {"gated": True, "bias": False, "activation": "gelu", "output_bias": True, "pooler": "features"}
+MODERNBERT |= {"attention_window": 5, "layer_pattern": "gl", "rope_theta": 400.0, "rope_local_theta": 90.0}
 
 
 def opinionated_model(config, seed: int = 1):

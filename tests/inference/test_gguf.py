@@ -47,6 +47,7 @@ SHAPES = {
 }
 GEMMA = {"activation": "gelu_tanh", "norm_from_one": True, "norm_place": "around", "scaled_embeddings": True}
 GEMMA |= {"tied": True, "head_width": 32, "attention_window": 16}
+NEOX = {"norm": "layernorm", "bias": True, "gated": False, "activation": "gelu", "kv_heads": 0}
 FAMILIES = {  # on a Llama
     "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16, "rope_theta": 200.0},
     "qwen2": {"linear_bias": "qkv"},
@@ -61,6 +62,8 @@ FAMILIES = {  # on a Llama
     "olmo2": {"qk_norm": "whole", "norm_place": "after"},
     "smollm3": {"layers": 4, "layer_pattern": "gggn", "tied": True},
     "phi3": {"huggingface": "phi3"},
+    "gptneox": NEOX | {"rope_width": 8, "residual": "parallel"},
+    "starcoder2": NEOX | {"activation": "gelu_tanh", "tied": True, "huggingface": "starcoder2"},
     "gemma2": GEMMA | {"layer_pattern": "lg", "attention_softcap": 5.0, "logit_softcap": 4.0},
     "gemma3": GEMMA
     | {"layers": 7, "layer_pattern": "lllllg", "qk_norm": "head", "rope_local_theta": 10000.0}

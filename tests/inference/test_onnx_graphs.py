@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model, read
+from small_models import BERT, GPT, LLAMA, MODERNBERT, NOWHERE, exported, opinionated_model, read
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused
 from throughline.inference.exports.export import write_graph
@@ -35,8 +35,21 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
         {"positions": "rotary", "rope_width": 4, "residual": "shared", "linear_bias": "mlp"}
         | {"output_bias": True, "tied": False, "kv_heads": 2},
         {"position_offset": 2},
+        {"attention_window": 9, "embedding_norm": True},
     ],
-    ids=["gpt2", "untied", "grouped", "llama", "llama-multi-query", "qwen3", "olmo2", "neox", "gptj", "opt"],
+    ids=[
+        "gpt2",
+        "untied",
+        "grouped",
+        "llama",
+        "multi-query",
+        "qwen3",
+        "olmo2",
+        "neox",
+        "gptj",
+        "opt",
+        "window",
+    ],
 )
 def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     model = opinionated_model(dataclasses.replace(GPT, **switches))
@@ -56,8 +69,9 @@ def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
         {"token_types": 1, "position_offset": 2, "nsp": False},
         {"token_types": 0, "nsp": False},
         {"embedding_width": 16, "nsp": False},
+        MODERNBERT,
     ],
-    ids=["bert", "pre-norm", "relative", "modern", "roberta", "distilbert", "electra"],
+    ids=["bert", "pre-norm", "relative", "modern", "roberta", "distilbert", "electra", "modernbert"],
 )
 def test_bert_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     model = opinionated_model(dataclasses.replace(BERT, **switches))
@@ -215,9 +229,9 @@ def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path
         (dataclasses.replace(GPT, experts=4, experts_per_token=2), "experts"),
         (dataclasses.replace(GPT, attention_softcap=5.0), "attention_softcap"),
         (dataclasses.replace(GPT, positions="alibi"), "alibi"),
-        (dataclasses.replace(BERT, positions="rotary", embedding_norm=True, nsp=False), "embedding_norm"),
+        (dataclasses.replace(GPT, attention_window=16, attention_global_blocks=1), "beyond a sliding window"),
     ],
-    ids=["experts", "soft caps", "alibi", "modernbert"],
+    ids=["experts", "soft caps", "alibi", "global blocks"],
 )
 def test_what_a_graph_lacks_is_refused_by_name(config: ModelConfig, said: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=said):

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model
+from small_models import BERT, GPT, LLAMA, MODERNBERT, NOWHERE, WINDOWS, exported, opinionated_model
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.graph_probe import check_fusion, first_bad_node, probe
@@ -48,8 +48,14 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form)))
 @pytest.mark.parametrize(
     "config",
-    [GPT, dataclasses.replace(GPT, **LLAMA, kv_heads=2), BERT],
-    ids=["gpt2", "llama-grouped", "bert"],
+    [
+        GPT,
+        dataclasses.replace(GPT, **LLAMA, kv_heads=2),
+        dataclasses.replace(GPT, **WINDOWS),
+        BERT,
+        dataclasses.replace(BERT, **MODERNBERT),
+    ],
+    ids=["gpt2", "llama-grouped", "windows", "bert", "modernbert"],
 )
 def test_every_form_passes_the_sweep(config, form: tuple, tmp_path: Path) -> None:
     """Opsets with and without Attention, TensorScatter, Gelu; float16; int8 in both flavours."""
@@ -150,9 +156,10 @@ def test_a_gpt_under_optimums_names(config, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "form", dict.fromkeys((variant, precision) for variant, precision, _ in FORMS), ids="-".join
 )
-def test_every_head(kind, form: tuple, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{}, MODERNBERT], ids=["bert", "modernbert"])
+def test_every_head(fields: dict, kind, form: tuple, tmp_path: Path) -> None:
     labels = ("start", "end") if kind == "question-answering" else ("a", "b", "c")
-    model = build_with_head(opinionated_model(BERT), Head(kind, labels)).eval()
+    model = build_with_head(opinionated_model(dataclasses.replace(BERT, **fields)), Head(kind, labels)).eval()
     candidate = exported(model, tmp_path, options_for(model, *form))
     report = compare(reference_of(model, None, NOWHERE), candidate, BOUNDS[form[1]])
     require(report, "the graph")
