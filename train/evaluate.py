@@ -87,9 +87,7 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
 @torch.no_grad()
 def whole_model(engine: Engine) -> Model | None:
     """On the first process the model with the weights that a checkpoint saves, in eval mode; None on the others.
-    Collective.
-
-    One process lends its values. In a layout the first process needs room for all of them in the dtype of the
+    Collective. One process lends its values; in a layout the first needs room for all of them in the dtype of the
     masters, and every process for the largest parameter, of which each adds its part to zeros.
     """
     engine.wait()

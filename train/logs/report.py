@@ -29,6 +29,7 @@ MEDIANS: dict[str, tuple[str, Callable[[float], str]]] = {  # of the steps, by f
 # charts by title: lines by name, and where `flat` has their figures
 LEARNT = {
     "loss": {"training": "loss", "validation": "validation/loss"},
+    "z-loss": {"": "z_loss"},
     "BERT losses": {"masked tokens": "mlm", "pairs": "nsp", "masked, validation": "validation/mlm_loss"},
     "accuracy": {"masked tokens": "validation/mlm_accuracy", "pairs": "validation/nsp_accuracy"},
 }

@@ -201,16 +201,15 @@ def expert_rule(recipe: Recipe) -> Iterable[Problem]:
     """What is not there yet for a model of experts."""
     if (config := _config(recipe)) is None or not getattr(config, "experts", 0):
         return
-    if recipe.optimizer.name != "adamw":
-        text = f"{recipe.optimizer.name} takes the stacked matrices of experts for one"
+    if (name := recipe.optimizer.name) != "adamw":
+        text = f"{name} takes the stacked matrices of experts for one"
         yield Problem("optimizer.name", text, 'name = "adamw"')
     if recipe.train.matmul != "same":
         yield Problem("train.matmul", "products of experts are not made in fp8", 'train.matmul = "same"')
     if recipe.train.offload:
         yield Problem("train.offload", "experts are not proven with offload", "train.offload = false")
     if recipe.compression.scheme != "none":
-        text = "gradients of experts are not proven with compression"
-        yield Problem("compression.scheme", text, 'scheme = "none"')
+        yield Problem("compression.scheme", "experts are not proven with it", 'scheme = "none"')
 
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
