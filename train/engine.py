@@ -136,15 +136,17 @@ class Engine:
             self.offload.micro_batches = len(micro_batches)
         if self.layout.pipeline > 1:
             self._pipeline(batch).run()
-        for index in range(len(micro_batches) if self.layout.pipeline == 1 else 0):
-            last = index == len(micro_batches) - 1
-            if self.sharded:
-                before_backward(self.stages[0], self.layout, last)
-            if self.offload is not None:
-                self.offload.leaving = last or self.layout.world == 1
-            loss = self.stages[0](torch.empty(0))
-            mark("forward")
-            loss.backward()
+        else:
+            (stage,) = self.stages
+            for index in range(len(micro_batches)):
+                last = index == len(micro_batches) - 1
+                if self.sharded:
+                    before_backward(stage, self.layout, last)
+                if self.offload is not None:
+                    self.offload.leaving = last or self.layout.world == 1
+                loss = stage(torch.empty(0))
+                mark("forward")
+                loss.backward()
         self.finish_gradients()
         mark("backward")
         return self._totals(inverse_counts, signal(), upcoming)
