@@ -53,6 +53,10 @@ BELONGS = {
     "--task-code",
     "Run the Python functions that a --harness-task names, which lie beside it. They can do all that you can.",
 )
+@flag(
+    "--run-programs",
+    "Run the programs that the model writes for HumanEval and MBPP, each in a process with limits.",
+)
 @option(
     "--url", None, "Address of a server of OpenAI's completions, whose model is scored in the place of PATH."
 )

@@ -76,6 +76,7 @@ class Settings:
     seed: int | None = None  # of the draw of examples; None: 0, of the harness's own draw 1234
     draw: Literal["own", "harness"] = "own"
     overlong: Literal["truncate", "error", "skip"] = "truncate"  # a record that loses tokens to the window
+    run_programs: bool = False  # that a model has written
 
     def __post_init__(self) -> None:
         if self.data_dir is not None and not self.data_dir.is_dir():
@@ -108,6 +109,14 @@ class Asked:
         self.scorer, self.bound, self.settings, self.kind = scorer, bound, settings, bound.kind
         shots = int(bound.member.get("shots", bound.task.shots))
         self.shots = shots if settings.shots is None else settings.shots
+        if self.kind.runs_programs and not settings.run_programs:
+            why, fix = (
+                "its score is whether the programs that the model writes pass tests",
+                "give --run-programs",
+            )
+            raise WrongUse(
+                f"task {bound.name} runs programs", why=why, fix=f"{fix}, in a container that may break"
+            )
         self.skipped = 0
         self.rows = self._fitting(self._items())
         self.items = [row.item for row in self.rows]

@@ -75,7 +75,7 @@ def _mcc(rows: Rows) -> np.ndarray:
     return np.divide(both, spread, out=np.zeros(np.shape(both)), where=spread > 0)
 
 
-MEANS = "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10"
+MEANS = "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10 pass@1"
 METRICS: dict[str, Metric] = {
     **dict.fromkeys(MEANS.split(), Metric(_mean, mean=True)),
     "brier_score": Metric(_mean, higher=False, mean=True),

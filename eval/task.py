@@ -17,6 +17,7 @@ from .kinds.choices import LogLikelihood, MultipleChoice, Partial
 from .kinds.core import Core
 from .kinds.kind import Kind
 from .kinds.masks import Cloze, Masked
+from .kinds.program import Program
 from .kinds.texts import LastToken, Rolling, Stream
 from .kinds.written import GenerateUntil
 from .task_file import Source, Task
@@ -33,6 +34,7 @@ KINDS: dict[str, type[Kind]] = {
     "cloze": Cloze,
     "masked": Masked,
     "core": Core,
+    "program": Program,
 }
 
 

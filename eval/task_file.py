@@ -56,7 +56,7 @@ class Prompt(Section):
     gold: str = ""
     """Expression: the index of the right choice, or a list of the indices of all that are right."""
     text: str = ""
-    """Template of the document to predict."""
+    """Template of the document to predict; of kind program what the written code stands behind."""
     original: str = ""
     """Template of the text whose words and bytes normalise its perplexity; none: `text`."""
     answers: str = ""

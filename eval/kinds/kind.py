@@ -26,6 +26,7 @@ class Kind:
     no_examples = ""  # why solved examples cannot stand before a question
     draw: type[Draw] | None = None  # what draws its examples, where that is not the user's choice
     probabilities = True  # answers have log-probabilities
+    runs_programs = False  # scoring runs what the model has written
     asked = frozenset(
         ["kind", "prompt", "delimiter", "until", "max_tokens", "stride", "description", "separator"]
     )  # what the prompt hash covers

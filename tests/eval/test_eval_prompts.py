@@ -214,11 +214,13 @@ def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
 
 
 def test_every_task_of_the_harness_is_checked_or_run() -> None:
-    """Every shipped task is in RECORDS, or compared with the harness's own file in test_eval_harness_tasks.py, but
+    """Every shipped task is in RECORDS, or compared with the harness's own file in another test, but
     those that say `checked = "nothing"`: they are no tasks of the harness.
     """
     ours = {name for name, file in shipped_tasks().items() if load_task(file).checked != "nothing"}
     covered = {bound.group or bound.name for name in RECORDS for bound in find_tasks([name])}
-    compared = Path(__file__).with_name("test_eval_harness_tasks.py").read_text().partition("SHIPPED = {")[2]
-    names = re.findall(r'^    "(\w+)": ', compared.partition("\n}\n")[0], re.MULTILINE)
+    names = []
+    for file, begin in (("harness_tasks", "SHIPPED = {"), ("programs", "PROGRAMS: dict[str, Any] = {")):
+        compared = Path(__file__).with_name(f"test_eval_{file}.py").read_text().partition(begin)[2]
+        names += re.findall(r'^    "(\w+)": ', compared.partition("\n}\n")[0], re.MULTILINE)
     assert ours == covered | {bound.group or bound.name for bound in find_tasks(names)}
