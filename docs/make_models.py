@@ -44,6 +44,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "balance_bias": True,
     }
     | {"kv_latent": 512, "head_width": 192, "rope_width": 64, "value_width": 128},
+    "megatron-bert": BERT | {"norm_first": True},
     "roberta": BERT | {"token_types": 1, "position_offset": 2},
     "xlm-roberta": BERT | {"token_types": 1, "position_offset": 2, "huggingface": "xlm-roberta"},
     "distilbert": BERT | {"token_types": 0, "pooler": "relu"},

@@ -115,8 +115,8 @@ def _write(config: ModelConfig, kind: str) -> Fields:
         fields[theirs] = value
     fields |= {name: values[0] for name, values in family.must.items()}
     fields |= dict.fromkeys(family.dropouts, config.dropout)
-    if kind == "bert" and isinstance(config, BERTConfig) and config.nsp:
-        fields["architectures"] = ["BertForPreTraining"]
+    if isinstance(config, BERTConfig) and config.nsp and family.names.pair:
+        fields["architectures"] = [family.architecture.replace("ForMaskedLM", "ForPreTraining")]
     if family.pad == "none":  # theirs is an id of the published vocabulary, which a small one lacks
         fields["pad_token_id"] = None
     elif family.pad == "offset":

@@ -29,6 +29,10 @@ TEXT = [
     "Wörter mit Umlauten, café, naïve, 東京, Ελλάδα and 🙂 emoji.",
     "A model reads text and says which word is likely to come next.",
 ] * 20
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def gpt_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
@@ -88,6 +92,43 @@ def bert_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=tokenizer.get_vocab_size(), sequence_length=64, layers=2, width=48, heads=4
     )
     return write_model(tmp_path_factory.mktemp("bert") / "bert", opinionated(build(config, 5)), tokenizer)
+
+
+@pytest.fixture
+def chat_dir(gpt_dir: Path, tmp_path: Path) -> Path:
+    """The GPT with a chat template and its two marks as special tokens."""
+    directory = tmp_path / "chat"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).symlink_to(gpt_dir / name)
+    tokenizer = json.loads((gpt_dir / "tokenizer.json").read_text())
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"] += [
+        {"id": 300 + i, "content": content} | usual
+        for i, content in enumerate(("<|im_start|>", "<|im_end|>"))
+    ]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def judge_dir(bert_dir: Path, tmp_path: Path) -> Path:
+    """The BERT with a head of two classes."""
+    from throughline.inference.runtimes.source import open_model
+    from throughline.models.bert import Head
+    from throughline.models.init import build_with_head
+
+    head = Head("sequence-classification", ("bad", "good"))
+    fields, state = to_huggingface(build_with_head(open_model(bert_dir).model, head, 3))
+    state["classifier.weight"] = state["classifier.weight"] * 30  # shares away from a half
+    directory = tmp_path / "judge"
+    directory.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
+    return directory
 
 
 def opinionated(model):

@@ -282,27 +282,15 @@ def test_pooling_and_scale_of_embeddings(ask, bert_dir: Path) -> None:
 
 
 def test_classify_and_rerank_with_a_fine_tuned_head(
-    bert_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    judge_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Probabilities equal transformers' on the same directory: fp32 sums in another order."""
     transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
     from throughline.inference.exports.export import export_onnx
-    from throughline.models.bert import Head
-    from throughline.models.huggingface import to_huggingface
-    from throughline.models.init import build_with_head
 
-    head = Head("sequence-classification", ("bad", "good"))
-    fields, state = to_huggingface(build_with_head(open_model(bert_dir).model, head, 3))
-    state["classifier.weight"] = state["classifier.weight"] * 30  # shares away from a half
-    directory = tmp_path / "judge"
-    directory.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(fields))
-    (directory / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
-    export_onnx(directory, tmp_path / "onnx")
-    theirs = transformers.BertForSequenceClassification.from_pretrained(str(directory)).eval()
-    tokenizer = Tokenizer.load(directory)
+    export_onnx(judge_dir, tmp_path / "onnx")
+    theirs = transformers.BertForSequenceClassification.from_pretrained(str(judge_dir)).eval()
+    tokenizer = Tokenizer.load(judge_dir)
     query, texts = "A model", ["reads text", "The quick brown fox jumps", "dog"]
 
     def shares(ids: list[int], types: list[int]) -> list[float]:
@@ -334,7 +322,7 @@ def test_classify_and_rerank_with_a_fine_tuned_head(
             wrong.status_code == 400 and "does not answer /v1/fill-mask" in wrong.json()["error"]["message"]
         )
 
-    in_thread.run_with(monkeypatch, [f"judge={directory}", f"onnx={tmp_path / 'onnx'}"], body)
+    in_thread.run_with(monkeypatch, [f"judge={judge_dir}", f"onnx={tmp_path / 'onnx'}"], body)
 
 
 # --- constrained output ---

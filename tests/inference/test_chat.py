@@ -8,30 +8,6 @@ from throughline.data.tokenizer import Tokenizer
 from throughline.inference.serving.api_types import ChatMessage
 from throughline.inference.serving.chat import ChatTemplate
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture
-def chat_dir(gpt_dir: Path, tmp_path: Path) -> Path:
-    """The GPT with a chat template and its two marks as special tokens."""
-    directory = tmp_path / "chat"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (directory / name).symlink_to(gpt_dir / name)
-    tokenizer = json.loads((gpt_dir / "tokenizer.json").read_text())
-    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer["added_tokens"] += [
-        {"id": 300 + i, "content": content} | usual
-        for i, content in enumerate(("<|im_start|>", "<|im_end|>"))
-    ]
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
-
 
 def test_a_conversation_becomes_the_ids_that_transformers_makes(chat_dir: Path) -> None:
     transformers = pytest.importorskip("transformers")

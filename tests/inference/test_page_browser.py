@@ -88,6 +88,45 @@ def test_fill_mask_and_similarity(page) -> None:
     assert diagonal == ["1.000"] * 3
 
 
+def test_chat_classify_and_rerank(browser, chat_dir: Path, judge_dir: Path, start_server) -> None:
+    """A conversation goes on where it was and begins anew; classes and documents stand in the order of their shares."""
+    with start_server(f"chat={chat_dir}", f"judge={judge_dir}") as (_, base):
+        page = browser.new_page()
+        asked: list[dict] = []
+        page.on("request", lambda one: asked.append(one.post_data_json) if one.method == "POST" else None)
+        page.goto(base)
+        page.wait_for_selector("#chat option", state="attached")
+        assert page.inner_text("#chat select") == "chat (torch, cpu, fp32, 160 tokens)"
+        page.click("#tab-chat")
+        page.evaluate("document.querySelector('#chat details').open = true")
+        page.fill("#chat [name=max_tokens]", "5")
+        page.fill("#chat [name=temperature]", "0")
+        for number, text in enumerate(("Hello", "Again"), 1):
+            page.fill("#chat [name=prompt]", text)
+            page.click("#chat button.main")
+            page.wait_for_function(f"document.querySelectorAll('#chat .said').length === {2 * number}")
+            page.wait_for_selector("#chat [role=status]:has-text('ended')")
+            assert page.input_value("#chat [name=prompt]") == ""
+        assert [one["role"] for one in asked[-1]["messages"]] == ["user", "assistant", "user"]
+        page.click("#chat [data-do=anew]")
+        assert page.inner_text("#chat .out") == ""
+        page.fill("#chat [name=max_tokens]", "9000")
+        page.fill("#chat [name=prompt]", "kept")
+        page.click("#chat button.main")
+        page.wait_for_selector("#chat .error:has-text('longer than the model')")
+        assert page.input_value("#chat [name=prompt]") == "kept" and page.inner_text("#chat .out") == ""
+        for tab, rows in (("classify", 2 * 2), ("rerank", 3)):
+            page.click(f"#tab-{tab}")
+            page.click(f"#{tab} button.main")
+            page.wait_for_selector(f"#{tab} table")
+            figures = page.locator(f"#{tab} td.number").all_inner_texts()
+            values = [float(figure.rstrip("%")) for figure in figures]
+            assert len(values) == rows and values[0] >= values[1]
+            if tab == "classify":
+                assert sum(values) == pytest.approx(200, abs=0.1)
+        page.close()
+
+
 def test_an_error_is_shown_in_words(page) -> None:
     page.fill("#complete [name=max_tokens]", "5000")
     page.click("#complete button.main")
@@ -101,6 +140,8 @@ def test_an_error_is_shown_in_words(page) -> None:
 def test_everything_by_keyboard(page) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "tab-complete"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-chat" and page.is_visible("#chat")
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-fill" and page.is_visible("#fill")
     page.keyboard.press("Tab")
@@ -148,8 +189,8 @@ def test_a_phone_shows_it_without_scrolling_sideways(
     page = context.new_page()
     page.goto(address)
     page.wait_for_selector("#complete option", state="attached")
-    for tab in ("tab-complete", "tab-fill", "tab-similar"):
-        page.click(f"#{tab}")
+    for tab in ("complete", "chat", "fill", "similar", "classify", "rerank"):
+        page.click(f"#tab-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")

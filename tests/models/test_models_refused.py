@@ -45,7 +45,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
 
 def test_shapes_without_a_layout_are_refused():
     for config in (
-        preset("bert-toy", norm_first=True),
+        preset("bert-toy", norm_first=True, gated=True),
         preset("gpt-toy", gated=True),
         preset("gpt-toy", positions="rotary", norm="rmsnorm"),
     ):

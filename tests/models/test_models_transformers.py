@@ -5,6 +5,7 @@ length that its rope was trained for.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ MODERN |= {
 }
 ENCODERS = {  # our fields, and the `model_type` there
     "bert-mlm": (LIKE_BERT, "bert"),
+    "megatron-mlm": (LIKE_BERT | {"norm_first": True}, "megatron-bert"),
     "roberta": (LIKE_BERT | {"token_types": 1, "position_offset": 2}, "roberta"),
     "xlm-roberta": (
         LIKE_BERT | {"token_types": 1, "position_offset": 2, "huggingface": "xlm-roberta"},
@@ -255,8 +257,9 @@ def test_decoder_logits_and_gradients(name, tmp_path):
     assert (torch.cat(found, 1) - whole).abs().max() < 1e-12 * whole.abs().max()
 
 
-def test_bert_loss_and_gradients(tmp_path):
-    model = scattered(BERT_)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["bert", "megatron"])
+def test_bert_loss_and_gradients(norm_first, tmp_path):
+    model = scattered(replace(BERT_, norm_first=norm_first))
     reference = theirs(model, tmp_path)
     ids = torch.randint(0, 96, (3, 24))
     types = (torch.arange(24) >= 11).long().expand(3, 24)
