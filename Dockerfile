@@ -13,41 +13,54 @@ FROM python:3.11.13-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN useradd --create-home --uid 10001 throughline && mkdir /models && chown throughline /models
 WORKDIR /opt/throughline
-COPY . .
+# what is needed stands before the sources in every stage: an edit of those installs nothing else again
+COPY constraints.txt pyproject.toml ./
+COPY containers containers
 
-FROM base AS cpu
+FROM base AS needs
+RUN python containers/needs.py > needs && python containers/needs.py tensorrt > needs-tensorrt
+
+FROM needs AS cpu
 RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
-    && pip install -c constraints.txt .
+    && xargs --delimiter '\n' pip install -c constraints.txt < needs
+COPY . .
+RUN pip install --no-deps .
 USER throughline
 WORKDIR /models
 ENTRYPOINT ["throughline"]
 CMD ["--help"]
 
-FROM base AS cuda
+FROM needs AS gpu
 # torch.compile: Triton builds its launcher with a C compiler, Inductor what stays on the host with a C++ one; Python's headers
 # are in the base image
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # the default wheels of torch carry the CUDA libraries; the host gives the driver (nvidia-container-toolkit).
 # onnxruntime-gpu takes the place of onnxruntime, whose files have the same names
-RUN pip install -c constraints.txt . \
+RUN xargs --delimiter '\n' pip install -c constraints.txt < needs \
     && pip uninstall --yes onnxruntime && pip install onnxruntime-gpu==1.31.1
+
+FROM gpu AS cuda
+COPY . .
+RUN pip install --no-deps .
 USER throughline
 WORKDIR /models
 ENTRYPOINT ["throughline"]
 CMD ["--help"]
 
-FROM cuda AS t4
-USER root
-WORKDIR /opt/throughline
-# pip has put onnxruntime back, over files of onnxruntime-gpu
-RUN pip install -c constraints.txt '.[tensorrt]' \
-    && pip uninstall --yes onnxruntime && pip install --force-reinstall --no-deps onnxruntime-gpu==1.31.1
+FROM gpu AS t4
+RUN xargs --delimiter '\n' pip install -c constraints.txt < needs-tensorrt
+COPY . .
+RUN pip install --no-deps .
 USER throughline
 WORKDIR /models
+ENTRYPOINT ["throughline"]
+CMD ["--help"]
 
 FROM base AS serve
 # what serving an ONNX artifact imports, and nothing else: no torch, no datasets
-RUN pip install -c constraints.txt -r containers/serve.txt && pip install --no-deps .
+RUN pip install -c constraints.txt -r containers/serve.txt
+COPY . .
+RUN pip install --no-deps .
 USER throughline
 WORKDIR /models
 EXPOSE 8000

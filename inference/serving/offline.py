@@ -10,7 +10,8 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from difflib import get_close_matches
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from ...core.backend import AUTO, BackendOptions
-from ...core.console import progress
+from ...core.console import progress, warn
 from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
 from ...data.records import read_records
@@ -237,6 +238,8 @@ class Answering(msgspec.Struct):
 
 def _with_own(like: Job, record: dict[str, Any]) -> Job:
     """The job with a line's own settings. Raises WrongUse for what is none or out of range."""
+    for name in record:
+        _warn_misspelt(name)
     try:
         given = (Answering(like.max_tokens, like.stop, like.n), like.sampling)
         settings = [{name: record.get(name, value) for name, value in asdict(one).items()} for one in given]
@@ -246,6 +249,14 @@ def _with_own(like: Job, record: dict[str, Any]) -> Job:
         raise WrongUse("a setting is not what it should be", why=str(error)) from error
     stop = (own.stop,) if isinstance(own.stop, str) else own.stop
     return replace(like, max_tokens=own.max_tokens, stop=stop, n=own.samples, sampling=sampling)
+
+
+@lru_cache(1024)  # told once
+def _warn_misspelt(name: str) -> None:
+    """A line's other fields are carried along; one that looks like a setting may have been meant to be one."""
+    known = [*Answering.__struct_fields__, *Sampling.__struct_fields__]
+    if name not in known and (near := get_close_matches(name.lower(), known, 1, 0.8)):
+        warn(f"the field {name!r} is no setting and is carried along; did you mean {near[0]}?")
 
 
 def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], like: Job) -> Iterator[Record]:

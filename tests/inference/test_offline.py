@@ -69,6 +69,18 @@ def test_a_line_whose_computing_fails_stops_no_other(
     ]
 
 
+def test_a_misspelt_setting_is_told_once(
+    gpt_onnx: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """And carried along, as fields of the line's own are, of which nothing is said."""
+    rows = [{"prompt": prompt, "temprature": 0, "title": "x"} for prompt in ("a", "b")]
+    source, out = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    facts = generate_file(gpt_onnx, source, out, Job(NO_IDS, 2), CPU)
+    said = capsys.readouterr().err
+    assert said.count("'temprature'") == 1 and "did you mean temperature?" in said and "title" not in said
+    assert facts["errors"] == 0 and [row["temprature"] for row in lines(out)] == [0, 0]
+
+
 def test_a_stopped_run_goes_on(gpt_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = written(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS * 3])
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
