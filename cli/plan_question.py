@@ -28,6 +28,7 @@ from ..planner.work import (
     Work,
     find_software,
     on_processor,
+    uncompiled,
     with_optimizer,
 )
 from ..train.recipes.new_recipe import usual_sections
@@ -152,8 +153,7 @@ def priced_cluster(on: str, hardware: Path | None, price: float | None) -> Clust
 def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Search, Recipe | None]:
     """What was asked, from a recipe or from the name of a preset."""
     cluster = priced_cluster(on or options["on"], options["hardware"], options["price"])
-    on_cpu = cluster.chip.key == "cpu"
-    if on_cpu:  # one processor and one memory, which all processes share
+    if cluster.device == "cpu":  # one processor and one memory, which all processes share
         price, priced = cluster.price_per_chip_hour, cluster.priced
         cluster = dataclasses.replace(this_machine(gpus), price_per_chip_hour=price, priced=priced)
     require_network(cluster, gpus)
@@ -175,7 +175,9 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Searc
         software = with_optimizer(software, name, config)
     if recipe is not None and software.name == "throughline":
         software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
-    software = on_processor(software) if on_cpu else software
+        if recipe.train.compile == "off" and cluster.device != "cpu":
+            software = uncompiled(software)
+    software = on_processor(software) if cluster.device == "cpu" else software
     return Search(work, cluster, software, gpus, read_fixed(options["fixed"])), recipe
 
 

@@ -93,6 +93,11 @@ class Cluster:
         return self.node_gb_s or self.chip.nvlink_gb_s or self.host_gb_s
 
     @property
+    def device(self) -> str:
+        """cpu or cuda, as a run there computes."""
+        return "cpu" if self.chip.key == "cpu" else "cuda"
+
+    @property
     def watts_per_chip(self) -> float:
         """A chip's share of its node's power at work; 0 where the chip's is not known."""
         return OVER_CHIPS * self.chip.watts

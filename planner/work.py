@@ -111,6 +111,11 @@ def on_processor(software: Software) -> Software:
     return replace(software, on_host=True, runtime_bytes=runtime, logits_at_once=2**26)
 
 
+def uncompiled(software: Software) -> Software:
+    """The same program without a compiler: every step around a norm or an activation reads and writes for itself."""
+    return replace(software, fused_norms=False, fused_activation=False)
+
+
 NARROW = ("fp8", "mxfp8", "nvfp4")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", *NARROW)
 NUMBERS = {"half": HALF, "autocast": AUTOCAST, "apex": APEX}

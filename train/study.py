@@ -93,7 +93,7 @@ def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
 
 def predict(stretch: Stretch, cluster: Cluster) -> float:
     """The planner's step time of a stretch."""
-    work, layouts, software = described(stretch.config, stretch.recipe)
+    work, layouts, software = described(stretch.config, stretch.recipe, cluster.device)
     return step_seconds(work, layouts, cluster, software)
 
 

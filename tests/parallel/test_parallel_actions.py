@@ -129,13 +129,14 @@ def test_the_layout_prints_them() -> None:
 def test_zero_bubble_is_priced_by_its_own_lists_and_without_a_compiler() -> None:
     """Against interleaved 1F1B of as many stages: less waiting, and more memory-bound kernels."""
 
-    def parts(schedule: str) -> dict[str, float]:
+    def parts(schedule: str, compiled: str = "auto") -> dict[str, float]:
         tree = {
             "data": {"train": "tokens"},
             "model": {"preset": "gpt3-1.3b"},
             "train": {"steps": 1, "sequence_length": 1024, "batch_rows": 16, "micro_batch_rows": 1},
             "parallel": {"pipeline": 4, "schedule": schedule, "stages_per_process": 2},
         }
+        tree["train"] |= {"compile": compiled}
         recipe = resolve(build_recipe(tree, Recipe, RULES))
         work, layouts, software = described(model_config(recipe), recipe)
         return step_time(work, layouts, find_cluster("dgx-a100-80gb"), software)
@@ -144,3 +145,6 @@ def test_zero_bubble_is_priced_by_its_own_lists_and_without_a_compiler() -> None
     assert split["bubble"] < 0.7 * plain["bubble"]
     assert split["memory-bound kernels"] > 1.2 * plain["memory-bound kernels"]
     assert split["matrix products"] == pytest.approx(plain["matrix products"])
+    assert parts("interleaved-1f1b", "off")["memory-bound kernels"] == pytest.approx(
+        split["memory-bound kernels"]
+    )

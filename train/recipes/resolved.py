@@ -30,6 +30,7 @@ from ...planner.work import (
     find_software,
     layouts_of,
     on_processor,
+    uncompiled,
 )
 from .recipe import ObjectiveSection, Recipe
 
@@ -167,17 +168,21 @@ def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
 
 
 def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
-    """A resolved recipe as the planner takes it. Times do not depend on `device`, memory does."""
+    """A resolved recipe as the planner takes it. On a processor memory is that of the host, and times are what `study`
+    measured, compiled or not.
+    """
     train = recipe.train
     shape = step_shape(recipe)
     places = shape.rows * shape.length // recipe.parallel.context
     predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
-    if layout.schedule in ZERO_BUBBLE and layout.pipeline > 1:  # by its own lists, and not compiled
+    splits = layout.schedule in ZERO_BUBBLE and layout.pipeline > 1
+    if splits or (train.compile == "off" and device != "cpu"):
+        software = uncompiled(software)
+    if splits:  # priced by its own lists
         stages = tuple(len(layout.layers_of(stage, config.layers)) for stage in range(layout.stages))
         layout = dataclasses.replace(layout, layers_per_stage=stages)
-        software = dataclasses.replace(software, fused_norms=False, fused_activation=False)
     layouts = layouts_of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
     shapes = parameter_shapes(config).items()
     slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
@@ -218,14 +223,16 @@ def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
 
 def predicted_step_seconds(config: ModelConfig, recipe: Recipe, cluster: Cluster | None = None) -> float:
     """Seconds of one step here, or on another cluster; by the datasheet until `study` has measured this machine."""
-    work, layouts, software = described(config, recipe)
-    return step_seconds(work, layouts, cluster or this_machine(layouts.world), software)
+    cluster = cluster or this_machine(recipe.parallel.layout().world)
+    work, layouts, software = described(config, recipe, cluster.device)
+    return step_seconds(work, layouts, cluster, software)
 
 
 def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, float]]:
     """What the planner's kernels come to in one step on the first process, by kind: what a profile should show."""
-    work, layouts, software = described(config, recipe)
-    return kernel_totals(work, layouts, this_machine(layouts.world), software)
+    cluster = this_machine(recipe.parallel.layout().world)
+    work, layouts, software = described(config, recipe, cluster.device)
+    return kernel_totals(work, layouts, cluster, software)
 
 
 def step_shape(recipe: Recipe) -> StepShape:
