@@ -280,13 +280,16 @@ def usual_worlds(node: int, most: int) -> list[int]:
 
 
 def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: Software) -> dict[str, float]:
-    """Model and hardware FLOP/s of a chip and their shares of the peak: MFU leaves recomputation out, HFU counts it."""
+    """Model and hardware FLOP/s of a chip and their shares of the peak that the products of the blocks have: MFU leaves
+    recomputation out, HFU counts it.
+    """
     world, config = float(candidate.layouts.world), work.config
     model = config.flops_per_token(work.length) * work.tokens
     core = 4 * config.layers * work.length * config.heads * config.head_size * work.tokens
     blocks = config.blocks_flops_per_token(work.length) * work.tokens / 3
     hardware = model + (0.0, core, blocks)[int(candidate.layouts.recompute)]
-    peak = (cluster.chip.tflops.get(software.precision.compute) or max(cluster.chip.tflops.values())) * 1e12
+    dtype, rates = software.precision.narrow or software.precision.compute, cluster.chip.tflops
+    peak = (rates.get(dtype) or max(rates.values())) * 1e12
     rate = candidate.seconds * world
     return {
         "model_tflops": model / rate / 1e12,

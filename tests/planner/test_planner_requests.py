@@ -213,6 +213,8 @@ HARDWARE = {
     "[clusters.x]\nchip = 'h100-80gb'\nnetwork_gb_s = 50": "of a whole node",
     "[clusters.x]\nchip = 'h100-80gb'\nchips_per_node = 0": "above 0",
     "[clusters.x]\nchip = 'h100-80gb'\nchips_per_node = 2.5": "whole",
+    "[clusters.x]\nchip = 'h100-80gb'\nsums = 3": "no field",
+    "[chips.h100-80gb]\nmatch = 3\n[clusters.x]\nchip = 'h100-80gb'": "a list of texts",
     "[clusters.x]\nname = 'x'": "no chip",
     "[clusters.x]\nchip = 3": "no chip",
     "[clusters]\nx = 3": "no table",
