@@ -82,10 +82,11 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
     fed = 1 + (mlp > 0)  # rows of the model's width: into attention, and a feed-forward that is not routed
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
+    values = getattr(config, "value_size", config.head_size)
     return [
-        *linear("query, key, value", tokens, width, rows, size, 1, True),
+        *projections(config, tokens, rows, size),
         *attention(config, share, software),
-        *linear("attention output", tokens, heads * config.head_size, width, size, 1, True),
+        *linear("attention output", tokens, heads * values, width, size, 1, True),
         *feed_forward(config, share, software, ups),
         *pointwise(config, share, software),
         *casts(
@@ -94,6 +95,21 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
             software,
         ),
     ]
+
+
+def projections(config: ModelConfig, tokens: Number, rows: Number, size: int) -> Iterator[Kernel]:
+    """Queries, keys and values, `rows` of a token together: of its input, or of latents (on whole heads)."""
+    latent, query = getattr(config, "kv_latent", 0), getattr(config, "q_latent", 0)
+    if not isinstance(config, GPTConfig) or not latent:
+        yield from linear("query, key, value", tokens, config.width, rows, size, 1, True)
+        return
+    turned, heads = config.rope_width, config.heads
+    made = heads * (config.head_size - turned + config.value_size)
+    if query:
+        yield from linear("query down", tokens, config.width, query, size, 1, True)
+    yield from linear("query up", tokens, query or config.width, heads * config.head_size, size, 1, True)
+    yield from linear("key and value down", tokens, config.width, latent + turned, size, 1, True)
+    yield from linear("key and value up", tokens, latent, made, size, 1, True)
 
 
 def width_of_feed_forward(config: ModelConfig) -> float:
@@ -257,10 +273,13 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     # rows in the order of their experts, and their answers
     routed = has_experts(config) * getattr(config, "experts_per_token", 0)
     mlp = width_of_feed_forward(config) * (3.0 if config.gated else 2.0) + 2 * routed * width
+    latents = 2 * (
+        getattr(config, "kv_latent", 0) + getattr(config, "q_latent", 0)
+    )  # before and after their norms
     terms = {
         "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
         "norm outputs": 2.0 * size * tokens * width / (1 if rows_stay else whole),
-        "query, key, value": 1.0 * size * tokens * (heads + 2 * keys) * config.head_size,
+        "query, key, value": size * tokens * ((heads + 2 * keys) * config.head_size + latents),
         "attention output": 1.0 * size * tokens * heads * config.head_size,
         "feed-forward": size * tokens / share.tensor * mlp,
         "scores": 0.0 * tokens,

@@ -249,6 +249,8 @@ def _check_service(config: ModelConfig, chip: Chip, length: int, new_tokens: int
     if precision not in chip.tflops:
         able = ", ".join(name for name in NUMBER if name in chip.tflops)
         raise WrongUse(f"{chip.name} has no rate in {precision}", where="--precision", fix=f"one of {able}")
+    if getattr(config, "kv_latent", 0):
+        raise WrongUse("latent attention has no price in an engine", where="kv_latent", fix="another model")
     if new_tokens and isinstance(config, BERTConfig):
         raise WrongUse("a BERT generates no tokens", where="--new-tokens", fix="leave it out")
     if length + new_tokens > config.sequence_length:
