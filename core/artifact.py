@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .errors import Refused, WrongUse
+from .errors import Refused, WrongUse, beside
 from .files import read_json, sha256_file, sha256_json, sync, walk_files, written_aside
 
 FORMAT_VERSION = 1
@@ -193,7 +193,7 @@ def read_manifest(path: Path | str, *kinds: str) -> Manifest:
     """The manifest of the artifact at `path`. Raises WrongUse when there is none or it is of another kind."""
     path = Path(path)
     if not path.exists():
-        fix = "check the spelling; `ls` the directory that should hold it"
+        fix = beside(path, "check the spelling; `ls` the directory that should hold it")
         raise WrongUse("no such path", where=path, fix=fix)
     if not is_artifact(path):
         why = "it has no manifest.json, so it is foreign, unfinished or not an output"
@@ -261,7 +261,7 @@ def input_record(path: Path | str) -> Input:
     elif path.is_file():
         digest = sha256_file(path)
     else:
-        raise WrongUse("no such file or directory", where=path, fix="check the spelling")
+        raise WrongUse("no such file or directory", where=path, fix=beside(path, "check the spelling"))
     return Input(os.path.abspath(path), kind, digest)
 
 

@@ -60,6 +60,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", limit: in
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
+def beside(path: Path, otherwise: str = "") -> str:
+    """The fix for a path that is not there: the name beside it that looks most like it, or `otherwise`."""
+    near = nearest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+    return f"did you mean {path.parent / near[0]}?" if near else otherwise
+
+
 def download_hint(path: Path) -> str:
     """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
     ours = path.parts[0] == "runs" or path.suffix in (".pt", ".gguf", ".onnx")

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from ..core.artifact import read_manifest, verify_artifact
-from ..core.errors import Refused, WrongUse
+from ..core.errors import Refused, WrongUse, beside
 from .shard import Shard
 
 DOCUMENTS_IN_MEMORY = 1 << 22  # up to here (32 MB) starts are kept; beyond, the mapped index is bisected
@@ -98,6 +98,7 @@ class TokenStore:
             why = "there is no .idx file in it" if path.is_dir() else why
             fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx);"
             fix += "\na recipe that trains on plain text sets data.tokenizer too"
+            fix = fix if path.exists() else beside(path, fix)
             raise WrongUse("no token store here", where=str(path), why=why, fix=fix)
         shards = [Shard(prefix) for prefix in prefixes]
         if len({shard.dtype for shard in shards}) > 1:

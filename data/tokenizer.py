@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..core.artifact import MANIFEST, OPEN, Input, create_artifact, input_record, is_artifact
-from ..core.errors import Refused, WrongUse
+from ..core.errors import Refused, WrongUse, beside
 from ..core.files import read_json, sha256_json
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -87,6 +87,8 @@ class Tokenizer:
                 fix = f"make one of its vocabulary: throughline data tokenizer {path} --type import --out NEW"
             if (path / "tokenizer.model").is_file():
                 fix = CONVERT
+            if not path.exists():
+                fix = beside(path, fix)
             raise WrongUse("no tokenizer here", where=path, why=f"{file} does not exist", fix=fix)
         try:
             text = file.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
 from ...core.backend import BackendOptions, CausalBackend, EncoderBackend
-from ...core.errors import WrongUse, download_hint, nearest
+from ...core.errors import WrongUse, beside, download_hint
 from ...models.config import ModelConfig, family_of
 from ...models.sentence import MEAN, Sentence
 
@@ -78,10 +78,7 @@ class FoundModel(NamedTuple):
 
 def no_model(path: Path) -> WrongUse:
     """The error of a path that is not there, with the nearest name beside it."""
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, beside)
-    fix = f"did you mean {path.parent / near[0]}?" if near else "check the spelling; runs are under runs/"
-    fix += download_hint(path)
+    fix = beside(path, "check the spelling; runs are under runs/") + download_hint(path)
     return WrongUse("no such model", where=path, fix=fix)
 
 

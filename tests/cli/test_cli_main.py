@@ -89,6 +89,10 @@ def test_show_and_verify(tmp_path: Path) -> None:
 def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["show", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "no such path" in done.stderr and "fix:" in done.stderr
+    (tmp_path / "tokens").mkdir()
+    for words in (["show"], ["data", "inspect"], ["generate", "--prompt", "x"]):
+        done = CliRunner().invoke(main, [*words, str(tmp_path / "tokns")])
+        assert done.exit_code == 2 and f"did you mean {tmp_path / 'tokens'}?" in done.stderr, words
 
 
 def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -> None:

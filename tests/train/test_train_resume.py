@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,18 @@ def test_another_recipe_or_other_files_are_refused(make_plan: Callable[..., RunP
     assert [path.name for path in (tmp_path / "mine").iterdir() if not path.name.startswith(".")] == [
         "letter.txt"
     ]
+
+
+def test_a_run_that_has_no_checkpoint_says_that_it_begins_again(
+    make_plan: Callable[..., RunPlan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a kill before the first one: nothing was saved that could go on."""
+    plan = make_plan("gpt", train={"steps": 1})
+    train(plan, tmp_path / "run")
+    assert "begins again" not in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    train(plan, tmp_path / "run")
+    assert "has no checkpoint yet: its run begins again" in capsys.readouterr().err
 
 
 def command(recipe: Path, run: Path) -> Sequence[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.artifact import MANIFEST, Input, Manifest, is_artifact, read_manifest, verify_artifact
-from ...core.console import warn
+from ...core.console import say, warn
 from ...core.errors import Refused, ThroughlineError, WrongUse, download_hint
 from ...core.files import sha256_file, write_atomic
 from ...core.recipe import dump_toml, load_recipe
@@ -109,6 +109,8 @@ def open_run(
     if checkpoint is not None:
         check_inputs(checkpoint, inputs)
     (workspace.path / MANIFEST).unlink(missing_ok=True)
+    if checkpoint is None and (workspace.path / "recipe.toml").exists():
+        say(f"{workspace.path} has no checkpoint yet: its run begins again")
     write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
     return checkpoint, None
 
