@@ -308,7 +308,7 @@ def test_encoder_logits_and_gradients(name, tmp_path):
 @pytest.mark.parametrize(
     "kind", ["sequence-classification", "token-classification", "question-answering", "embedding"]
 )
-@pytest.mark.parametrize("name", ["roberta", "distilbert", "electra", "modernbert"])
+@pytest.mark.parametrize("name", ["megatron-mlm", "roberta", "distilbert", "electra", "modernbert"])
 def test_encoder_heads(name, kind, tmp_path):
     """A head of each kind there has the same logits here, is read back, and both ways the tensors are the same."""
     import transformers
