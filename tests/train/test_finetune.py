@@ -26,15 +26,9 @@ from throughline.models.init import build
 from throughline.models.sentence import MEAN, Sentence, read_sentence
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoints.weights_in import open_weights
+from throughline.train.finetune import records as scores
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
-from throughline.train.finetune.records import (
-    classification,
-    held_out,
-    pair_row,
-    read_records,
-    squad,
-    tagging,
-)
+from throughline.train.finetune.records import held_out, pair_row, read_records
 from throughline.train.finetune.run import _split, finetune, plan_task, write_model
 from throughline.train.finetune.tasks import TASKS, best_span
 from throughline.train.loop import train
@@ -264,7 +258,7 @@ def test_classification_scores_are_scikit_learns() -> None:
     sklearn = pytest.importorskip("sklearn.metrics")
     for labels, average in ((2, "binary"), (5, "macro")):
         right, said = (DRAW.integers(0, labels, 200).tolist() for _ in range(2))
-        ours = classification(said, right, labels)
+        ours = scores.classification(said, right, labels)
         assert ours["accuracy"] == pytest.approx(sklearn.accuracy_score(right, said))
         assert ours["f1"] == pytest.approx(sklearn.f1_score(right, said, average=average))
         assert ours["matthews"] == pytest.approx(sklearn.matthews_corrcoef(right, said))
@@ -274,7 +268,7 @@ def test_entity_scores_are_seqevals() -> None:
     seqeval = pytest.importorskip("seqeval.metrics")
     tags = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
     right, said = ([DRAW.choice(tags, size).tolist() for size in range(1, 60)] for _ in range(2))
-    ours = tagging(said, right)
+    ours = scores.tagging(said, right)
     for name, function in (("precision", "precision_score"), ("recall", "recall_score"), ("f1", "f1_score")):
         assert ours[name] == pytest.approx(getattr(seqeval, function)(right, said)), name
     assert ours["accuracy"] == pytest.approx(seqeval.accuracy_score(right, said))
@@ -284,10 +278,10 @@ def test_answers_are_scored_as_the_official_script_does() -> None:
     """Cases worked by hand from its rules: case, punctuation, articles and spaces do not count; F1 is of words
     with their counts; the best answer counts.
     """
-    assert squad(["The  Panthers!"], [["panthers"]]) == {"exact_match": 100.0, "f1": 100.0}
-    scores = squad(["in New York City", ""], [["New York", "York"], ["Rome"]])
-    assert scores["exact_match"] == 0.0
-    assert scores["f1"] == pytest.approx(100 * (2 * 2 / (4 + 2)) / 2)
+    assert scores.squad(["The  Panthers!"], [["panthers"]]) == {"exact_match": 100.0, "f1": 100.0}
+    found = scores.squad(["in New York City", ""], [["New York", "York"], ["Rome"]])
+    assert found["exact_match"] == 0.0
+    assert found["f1"] == pytest.approx(100 * (2 * 2 / (4 + 2)) / 2)
 
 
 def test_answers_are_scored_as_the_harness_scores_them(shared: Path) -> None:
@@ -311,7 +305,7 @@ def test_answers_are_scored_as_the_harness_scores_them(shared: Path) -> None:
         for number, (text, given) in enumerate(zip(predicted, answers))
         for answer in given
     ]
-    ours = squad(predicted, answers)
+    ours = scores.squad(predicted, answers)
     assert ours["exact_match"] == pytest.approx(100 * theirs.squad_em_agg(items))
     assert ours["f1"] == pytest.approx(100 * theirs.squad_f1_agg(items))
     assert 20 < ours["exact_match"] < ours["f1"] < 90, "predictions of every kind"
