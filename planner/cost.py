@@ -361,9 +361,7 @@ class Step:
 def slowest_process(
     config: ModelConfig, layouts: Layouts, layer: Number, table: Number, head: Number
 ) -> tuple[Number, Number, Number]:
-    """Layers of the process of a pipeline that takes longest for a micro-batch, and whether it has the tables and the
-    head, by the seconds of each of them.
-    """
+    """Layers of a pipeline's slowest process, and whether it has the tables and the head, by the seconds of each."""
     first, *between, last = layers_on(config, layouts)
     middle, alone = max(between, default=0), layouts.pipeline == 1
     starts, ends = first * layer + table, last * layer + head

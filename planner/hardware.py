@@ -224,9 +224,7 @@ MEASURED = ("sums", "constants")  # by `study`, and in no file of a user
 
 
 def _make(kind: type, fields: dict[str, Any], where: str):  # type: ignore[no-untyped-def]
-    """The record of these fields. Raises WrongUse on a field that is unknown, missing, of another type or no number
-    that a machine can have.
-    """
+    """The record of these fields. Raises WrongUse on one that is unknown, missing or that no machine can have."""
     known = {field.name: field for field in dataclasses.fields(kind) if field.name not in MEASURED}
     for key, value in fields.items():
         if key not in known:

@@ -65,9 +65,7 @@ def linear(
     narrow: bool = False,
     group: Number = 1,
 ) -> Iterator[Kernel]:
-    """A matrix product forward, and its two backward: gradients of the input and of the weight. A `group` of them, each
-    of so many tokens, is one kernel.
-    """
+    """A product forward, and its two backward. A `group` of them, each of so many tokens, is one kernel."""
     flops = 2.0 * tokens * inner * outer * count * group
     moved = float(size) * count * group * (tokens * inner + inner * outer + tokens * outer)
     yield Kernel(name, "forward", "product", flops, moved, inner, count, narrow=narrow)

@@ -156,9 +156,7 @@ def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number)
 
 
 def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 0) -> dict[str, Number]:
-    """Bytes on the chip, by term, of the process at this place among those of `layers_on`: 0 is the first of a
-    pipeline, -1 the last (with one stage they are the same).
-    """
+    """Bytes on the chip, by term, of the process at this place among those of `layers_on`: 0 the first, -1 the last."""
     config, numbers, alone = work.config, software.precision, layouts.pipeline == 1
     at = place if layouts.split else None
     held, owned = held_parameters(config, layouts, at), owned_parameters(config, layouts, software, at)
@@ -213,9 +211,7 @@ def needed_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
 def stage_memory(
     work: Work, layouts: Layouts, software: Software, moments_of: Sequence[str] = tuple(MOMENTS)
 ) -> list[dict[str, Any]]:
-    """For the first and the last process of one layout's pipeline, or all of a given split: bytes by term, the sum at
-    every moment, and the worst of these moments.
-    """
+    """Of the first and the last process, or all of a given split: bytes by term, sums at every moment, the worst."""
     found, places = [], {0: "first"} | ({-1: "last"} if layouts.pipeline > 1 else {})
     if layouts.split:
         places = {place: f"process {place}" for place in range(len(layouts.split))}

@@ -31,7 +31,7 @@ KEY = (
     "T tensor, P pipeline, C context, D data, E expert: processes on each axis. micro: rows of a micro-batch. turns: "
     "stages of each process. zero1, zero2, full: what data processes share of optimizer, gradients and weights. "
     "recompute: what a backward computes again. offload: the optimizer on the host. MFU counts model FLOPs, HFU those "
-    "that are computed again too."
+    "that are computed again too, both of the chip's peak in the precision of the products."
 )
 
 

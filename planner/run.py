@@ -33,7 +33,7 @@ Ramp = tuple[int, int, int]  # rows of the first batch, rows added each time, ro
 
 @dataclass(frozen=True)
 class Goodput:
-    """A run on nodes that fail: seconds between failures and between saves, the share of time that trains."""
+    """Of a run on nodes that fail."""
 
     between_failures_s: float
     save_every_s: float

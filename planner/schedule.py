@@ -28,9 +28,7 @@ class Action:
 
 
 def pipeline_actions(layout: Layout, micro_batches: int) -> list[list[Action]]:
-    """The actions of every pipeline rank, in order. The layout and the micro-batches must be legal
-    (`layout_problems`).
-    """
+    """The actions of every pipeline rank, in order; layout and micro-batches must be legal (`layout_problems`)."""
     ranks = range(layout.pipeline)
     if layout.schedule == "zero-bubble-v":
         return [_zero_bubble_v(layout.pipeline, micro_batches, rank) for rank in ranks]
@@ -40,9 +38,7 @@ def pipeline_actions(layout: Layout, micro_batches: int) -> list[list[Action]]:
 
 
 def _one_stage(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
-    """gpipe: all forwards, all backwards. 1f1b: as many forwards first as there are stages from here on, then
-    one of each.
-    """
+    """gpipe: all forwards, all backwards. 1f1b: as many forwards first as stages from here on, then one of each."""
     ahead = micro_batches if layout.schedule == "gpipe" else min(micro_batches, layout.pipeline - rank)
     actions = [Action(rank, "F", i) for i in range(ahead)]
     for done in range(micro_batches):

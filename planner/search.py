@@ -86,9 +86,7 @@ class Found:
 
 
 def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> Layouts:
-    """All layouts of exactly `world` processes that are legal, as arrays. `refused` counts what was against the
-    others, each rule with its numbers.
-    """
+    """All legal layouts of exactly `world` processes, as arrays; `refused` counts the rules against the others."""
     work, config, fixed = search.work, search.work.config, search.fixed
     refused = Counter() if refused is None else refused
     factors = divisors(search.world)
@@ -140,18 +138,14 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
 
 
 def shared_experts(search: Search, data: int, tensor: int) -> list[int]:
-    """Processes of a stage that may share the experts: those of the data axis, and in programs other than ours the
-    tensor ranks too.
-    """
+    """Processes of a stage that may share the experts; in programs other than ours tensor ranks are among them."""
     experts, others = getattr(search.work.config, "experts", 0), bool(search.software.layer_sums)
     most = math.gcd(experts, data * (tensor if others else 1)) if experts else 1
     return [n for n in search.fixed.get("expert") or divisors(most) if most % n == 0]
 
 
 def turns_of(layers: int, pipeline: int) -> list[int]:
-    """Stages that each process of a pipeline may hold: those that keep stages equal where layers divide, else the
-    first few, because the fullest decide.
-    """
+    """Stages of a process: those that keep stages equal where layers divide, else the first few."""
     stages, uneven = divmod(layers, pipeline)
     if pipeline == 1:
         return [1]
@@ -280,9 +274,7 @@ def usual_worlds(node: int, most: int) -> list[int]:
 
 
 def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: Software) -> dict[str, float]:
-    """Model and hardware FLOP/s of a chip and their shares of the peak that the products of the blocks have: MFU leaves
-    recomputation out, HFU counts it.
-    """
+    """FLOP/s of a chip and shares of the peak of the blocks' products: MFU leaves recomputation out, HFU counts it."""
     world, config = float(candidate.layouts.world), work.config
     model = config.flops_per_token(work.length) * work.tokens
     core = 4 * config.layers * work.length * config.heads * config.head_size * work.tokens

@@ -51,9 +51,7 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
 
 
 def tensor_placement(name: str, config: ModelConfig) -> Placement:
-    """The one key head of multi-query attention serves all processes, and its norm with it; a norm over all heads is
-    cut with them.
-    """
+    """One key head for all queries serves all processes, with its norm; a norm over all heads is cut with them."""
     if config.key_value_heads == 1 and (".attention.kv." in name or ".k_norm." in name):
         return "partial"
     if ("_norm.weight" in name and ".attention." in name) and getattr(config, "qk_norm", "") == "whole":
@@ -272,9 +270,7 @@ def make_shard_spec(
     place: Coordinates,
     rows: int = 0,
 ) -> ShardSpec:
-    """The part of one parameter that a process holds on one of its stages; `rows` where what is sharded has more of
-    them than the box, rows of nothing below.
-    """
+    """What a process holds of one parameter on a stage; `rows` where what is sharded has more, of nothing."""
     placement = tensor_placement(name, config)
     box = tensor_box(name, shape, config, layout.tensor, place.tensor)
     replica, shards, shard = place.replica, layout.shards, place.shard

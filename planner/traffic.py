@@ -135,9 +135,7 @@ def tensor_sends(
 def context_sends(
     config: ModelConfig, numbers: Precision, tokens: Number, tensor: Number, context: Number, again: Number
 ) -> list[tuple[str, Number, Number]]:
-    """What a layer sends round the ring of the context axis in one micro-batch, calls and bytes of all. `again` is 1
-    where attention is recomputed.
-    """
+    """Calls and bytes round the ring of the context axis, of a layer and micro-batch; `again`: with recomputation."""
     part = 2 * tokens * np.maximum(config.key_value_heads // tensor, 1) * config.head_size
     passes = (2 + again) * (context - 1)  # forwards, and once for backward
     sums = max(numbers.activation, 4)  # home at last; added up in float32 at least
@@ -165,9 +163,7 @@ def data_passes(sharding: Number, pipeline: Number, micro_batches: Number) -> tu
 
 @functools.lru_cache(maxsize=32)
 def partial_parameters(config: ModelConfig) -> tuple[int, int, int]:
-    """Parameters whose gradients the tensor axis sums: of a layer but for its experts, of the first stage's rest and of
-    the last one's.
-    """
+    """Parameters whose gradients the tensor axis sums: of a layer without experts, of the first and the last stage."""
     first, last = (
         [
             spec

@@ -156,9 +156,7 @@ def days_chart(points: Sequence[tuple[int, float]], wide: float) -> Chart:
 
 
 def pipeline_drawing(events: Sequence[Event]) -> str:
-    """Who works when, up to MOST_EVENTS: one line a pipeline rank, forwards blue, backwards orange, weights'
-    half green, gaps white.
-    """
+    """Who works when, up to MOST_EVENTS, a line a rank: forwards blue, backwards orange, weights' half green."""
     events = sorted(events, key=lambda event: event.start)[:MOST_EVENTS]
     end, ranks = max(event.end for event in events), 1 + max(event.rank for event in events)
     height = max(4, min(24, 600 // ranks))

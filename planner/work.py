@@ -248,9 +248,7 @@ def micro_batches(work: Work, layouts: Layouts) -> Number:
 
 
 def layers_on(config: ModelConfig, layouts: Layouts) -> list[Number]:
-    """Layers of the first and of the last process of the pipeline, where what is left over goes to the first stages;
-    of all its processes where a recipe says how the layers are split.
-    """
+    """Of a pipeline's first and last process (the first stages take what is left over); in a given split of all."""
     if layouts.split:
         return list(layouts.split)
     stages = layouts.pipeline * layouts.turns
@@ -285,7 +283,7 @@ def copies_of_experts(layouts: Layouts, software: Software) -> Number:
 def owned_parameters(
     config: ModelConfig, layouts: Layouts, software: Software, place: int | None = None
 ) -> Number:
-    """Parameters whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
+    """Those whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
     held, shards = held_parameters(config, layouts, place), layouts.shards
     if not (experts := layer_parameters(config)[0]):
         return held / shards
@@ -295,9 +293,7 @@ def owned_parameters(
 
 
 def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:
-    """Parameters of the fullest process before sharding: its layers, and a token table at either end. With `place`
-    those of one process, where a recipe says how the layers are split.
-    """
+    """Of the fullest process before sharding, a token table at either end; in a given split of that at `place`."""
     experts, others = layer_parameters(config)
     rest = config.parameter_count() - config.layers * (experts + others)
     table = config.vocab_size * config.width + rest % config.width
