@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from throughline.cli.main import main
 from throughline.cli.plan import command
-from throughline.core.hardware import chips
+from throughline.core.hardware import chips, machine
 from throughline.planner.hardware import shipped_table
 from throughline.planner.work import OPTIMIZERS, PRECISIONS, RECOMPUTES, SHARDINGS
 
@@ -356,3 +356,10 @@ def test_random_requests_end_in_an_answer_or_an_error_of_ours(data: st.DataObjec
                 }
                 held = parallel | held
                 assert str(held[axis]) == value, (words, row)
+
+
+@pytest.mark.skipif(bool(machine().gpus), reason="this machine is planned by its GPU")
+def test_a_processor_is_planned_for_several_processes() -> None:
+    """They are one node: nothing has to join them."""
+    code, said, _ = ask("layouts", "gpt-shakespeare", "--gpus", "2", "--on", "here")
+    assert code == 0, said
