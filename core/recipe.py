@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .errors import WrongUse, did_you_mean
+from .errors import WrongUse, did_you_mean, nearest
 from .files import sha256_json
 
 
@@ -91,8 +91,9 @@ def find_recipe(source: Path | str) -> Path:
     if path.suffix != ".toml" and str(source) in names:
         return names[str(source)]
     # with a suffix it is the name of a text's or a recipe's file
-    beside = [file.name for file in path.parent.glob("*")] if path.suffix else []
-    near = did_you_mean(path.name if beside else path.stem, [*names, *beside])
+    beside = {file.name: file for file in path.parent.glob("*")} if path.suffix else {}
+    found = nearest(path.name if beside else path.stem, [*names, *beside])
+    near = f"did you mean {beside.get(found[0], found[0])}?" if found else ""
     why, fix = (
         "neither a file nor a shipped recipe",
         f"{near} list them with: throughline recipe list".strip(),
