@@ -105,7 +105,12 @@ def export_gguf(
             return export.report
         reference = export.reference()
         if reference.encoder is not None:
-            headless = parity.Adapted(reference.encoder, _headless, one_type=True)
+            kept = ("last_hidden_state", "sentence_embedding", "logits")  # what a file has of a BERT
+            headless = parity.Adapted(
+                reference.encoder,
+                lambda out, _: {name: out[name] for name in kept if name in out},
+                one_type=True,
+            )
             reference = replace(reference, backend=headless)
         backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(classes_of(described)))
         candidate = Loaded(config, export.tokenizer, opened.input, backend)
@@ -114,12 +119,6 @@ def export_gguf(
         cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
         judge(export, reference, candidate, BOUNDS[precision], "llama.cpp", cases)
     return export.report
-
-
-def _headless(outputs: parity.Outputs, ask_BN: np.ndarray) -> parity.Outputs:
-    """What a GGUF file has of a BERT."""
-    kept = ("last_hidden_state", "sentence_embedding", "logits")
-    return {name: outputs[name] for name in kept if name in outputs}
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -184,6 +183,9 @@ def write_gguf(
 
 def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecision) -> None:
     import gguf
+    import torch
+
+    from ...models.rotary import frequencies
 
     kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
     writer.add_name(f"{config.layers} layers of {config.width}")
@@ -202,7 +204,15 @@ def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecis
         writer.add_key_length(config.head_size)
         writer.add_value_length(config.head_size)
         writer.add_rope_freq_base(config.rope_theta)
-        _describe_scaling(writer, config)
+        if config.rope_scaling in ("linear", "yarn"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
+            writer.add_rope_scaling_factor(config.rope_factor)
+        if config.rope_scaling == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(config.rope_original_length or config.sequence_length)
+        if config.rope_scaling == "llama3":  # a tensor of what each frequency is divided by
+            none = torch.zeros(1)
+            plain = frequencies(replace(config, rope_scaling="none", rope_factor=1.0), none)
+            writer.add_tensor("rope_freqs.weight", (plain / frequencies(config, none)).numpy())
         if config.attention_pattern is not None:
             writer.add_sliding_window(config.attention_window)
         if config.attention_softcap:
@@ -218,25 +228,6 @@ def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecis
     if isinstance(config, BERTConfig):
         writer.add_causal_attention(False)
         writer.add_token_type_count(config.token_types)
-
-
-def _describe_scaling(writer: Any, config: GPTConfig) -> None:
-    """How rope is scaled; Llama 3's way is a tensor of what each frequency is divided by."""
-    import gguf
-
-    if config.rope_scaling in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
-        writer.add_rope_scaling_factor(config.rope_factor)
-    if config.rope_scaling == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(config.rope_original_length or config.sequence_length)
-    if config.rope_scaling == "llama3":
-        import torch
-
-        from ...models.rotary import frequencies
-
-        none = torch.zeros(1)
-        plain = frequencies(replace(config, rope_scaling="none", rope_factor=1.0), none)
-        writer.add_tensor("rope_freqs.weight", (plain / frequencies(config, none)).numpy())
 
 
 def _tensors(

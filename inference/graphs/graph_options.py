@@ -64,9 +64,7 @@ class GraphOptions:
             why = f"graphs of this precision can be written in opset {self.least_opset} to {OPSETS[-1]}"
             raise WrongUse(f"opset {self.opset} is not supported", where="--opset", why=why)
         if self.precision == "int4" and (family != "gpt" or self.variant not in ("onnxruntime", "cuda")):
-            why = (
-                "4-bit weights are an operator of ONNX Runtime, worth it where each token reads every weight"
-            )
+            why = "4-bit weights are ONNX Runtime's, and worth it where each token reads every weight"
             fix = "use --precision int8, or --variant onnxruntime"
             raise WrongUse("int4 is for a GPT and ONNX Runtime", why=why, fix=fix)
 

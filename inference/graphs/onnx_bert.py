@@ -119,9 +119,8 @@ def _fusable(parts: Blocks) -> bool:
     plain = config.bias and not config.gated and config.key_value_heads == config.heads
     plain = plain and config.positions == "learned" and not config.attention_window
     plain = plain and not config.norm_first and not config.relative_buckets
-    return (
-        parts.fused and not parts.options.blocks and plain and config.heads * config.head_size == config.width
-    )
+    plain = plain and config.heads * config.head_size == config.width
+    return plain and parts.fused and not parts.options.blocks
 
 
 def _fused(parts: Blocks, mask: str) -> Callable[..., str]:

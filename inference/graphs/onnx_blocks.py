@@ -48,11 +48,8 @@ def refuse_unknown(config: TransformerConfig) -> None:
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
     """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
     on_cuda = options.variant == "cuda" and options.half  # CUDA's is of float16
-    return (
-        (options.variant == "onnxruntime" or on_cuda)
-        and isinstance(config, GPTConfig)
-        and config.head_size % 8 == 0
-    )
+    fits = isinstance(config, GPTConfig) and config.head_size % 8 == 0
+    return fits and (options.variant == "onnxruntime" or on_cuda)
 
 
 class Blocks:

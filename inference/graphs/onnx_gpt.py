@@ -191,12 +191,9 @@ def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int) -> AttentionC
     def core(query: str, key: str, value: str) -> str:
         if tables := parts.rotary(layer):
             part: dict[str, Any] = {"rotary_embedding_dim": config.rope_width} if config.rope_width else {}
-            query, key = (
-                graph.node(
-                    "RotaryEmbedding", x, memory.positions, *tables, domain=CONTRIB, num_heads=count, **part
-                )
-                for x, count in ((query, heads), (key, groups))
-            )
+            part |= {"domain": CONTRIB}
+            query = graph.node("RotaryEmbedding", query, memory.positions, *tables, num_heads=heads, **part)
+            key = graph.node("RotaryEmbedding", key, memory.positions, *tables, num_heads=groups, **part)
         stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
         inputs = (query, key, value, *stores, *memory.ends)
         counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}

@@ -54,7 +54,14 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
     if not kind:
         return _open_torch(path, options)
     options = replace(options, runtime=check_options(options, *KINDS[kind]))
-    loaded = _open_export(path, kind, options) if path.is_dir() else _open_gguf(path, options)
+    if path.is_dir():
+        loaded = _open_export(path, kind, options)
+    else:
+        from .llama_backend import read_gguf
+
+        config, precision, tokenizer, sentence = read_gguf(path)
+        backend = run_gguf(path, config, options, precision)
+        loaded = Loaded(config, tokenizer, input_record(path), backend, sentence=sentence)
     if loaded.causal is not None:
         loaded.causal.context = min(loaded.causal.context, context_of(loaded.config, options))
     return loaded
@@ -66,14 +73,6 @@ def context_of(config: ModelConfig, options: BackendOptions) -> int:
         what, why = "the model has a shorter context", f"it reads {config.sequence_length:,} tokens"
         raise WrongUse(what, where=f"--context {options.context}", why=why, fix="give at most that")
     return options.context or config.sequence_length
-
-
-def _open_gguf(path: Path, options: BackendOptions) -> Loaded:
-    from .llama_backend import read_gguf
-
-    config, precision, tokenizer, sentence = read_gguf(path)
-    backend = run_gguf(path, config, options, precision)
-    return Loaded(config, tokenizer, input_record(path), backend, sentence=sentence)
 
 
 def _open_torch(path: Path, options: BackendOptions) -> Loaded:

@@ -29,7 +29,8 @@ WORTH = 1.1  # times the speed from which another file to keep and a longer star
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
-    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s}, on random ids.
+    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s}, on random ids; with what this
+    GPU cannot go below, and what NVIDIA reported for a T4, where either is known.
 
     A GPT: reading a prompt of `tokens`, and decoding one token per row after `tokens` of context. A BERT: the
     hidden states, embedding and one masked position of `tokens`.
@@ -37,26 +38,19 @@ def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dic
     rows = []
     for what, batch, tokens in _cases(loaded):
         times_s = measure(call_of(loaded, tokens, batch, what), seconds)
-        row = {"backend": loaded.backend.name, "what": what, "batch": batch, "tokens": tokens}
+        row: dict[str, Any] = {"backend": loaded.backend.name, "what": what, "batch": batch, "tokens": tokens}
         row["calls"] = len(times_s)
         row |= {f"p{share}_ms": 1e3 * float(np.percentile(times_s, share)) for share in (50, 95, 99)}
         row["tokens_per_s"] = 1e3 * batch * (1 if what == "decode" else tokens) / row["p50_ms"]
-        rows.append(row | _beside(loaded, what, batch, tokens))
+        if loaded.backend.device != "cpu":
+            gpu = machine().gpus[int(loaded.backend.device.partition(":")[2] or 0)]
+            if gpu.chip is not None:
+                sizes = (batch, tokens, loaded.backend.dtype, what == "decode")
+                row["floor_ms"] = floor_ms(loaded.config, gpu.chip, *sizes)
+        if published := reported(loaded.config, batch, tokens):
+            row["t4_tensorrt_fp16_ms"] = published.get("fp16_ms")
+        rows.append(row)
     return rows
-
-
-def _beside(loaded: Loaded, what: str, batch: int, tokens: int) -> dict[str, Any]:
-    """What this GPU cannot go below, and what NVIDIA reported for a T4, where either is known."""
-    found: dict[str, Any] = {}
-    backend = loaded.backend
-    if backend.device != "cpu":
-        gpu = machine().gpus[int(backend.device.partition(":")[2] or 0)]
-        if gpu.chip is not None:
-            sizes = (batch, tokens, backend.dtype, what == "decode")
-            found["floor_ms"] = floor_ms(loaded.config, gpu.chip, *sizes)
-    if row := reported(loaded.config, batch, tokens):
-        found["t4_tensorrt_fp16_ms"] = row.get("fp16_ms")
-    return found
 
 
 def latency_page(rows: list[dict[str, Any]]) -> str:

@@ -139,22 +139,16 @@ class OnnxEncoder:
     def forward(
         self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
-        names = wanted(self._outputs, want)
-        return dict(
-            zip(names, self.run(names, encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)))
-        )
+        asked = set(self._outputs if want is None else want)
+        if "cls_embedding" in asked.difference(self._outputs):
+            asked.add("last_hidden_state")  # which begins with it
+        names = [name for name in self._outputs if name in asked]
+        feeds = encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)
+        return dict(zip(names, self.run(names, feeds)))
 
     def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         """Those outputs, float32 on the host."""
         return self.session.run(names, feeds)
-
-
-def wanted(outputs: Sequence[str], want: Want) -> list[str]:
-    """Those of the outputs that are wanted (None: all); hidden states where [CLS] has no output of its own."""
-    if want is None:
-        return list(outputs)
-    instead = {"last_hidden_state"} if "cls_embedding" in want and "cls_embedding" not in outputs else set()
-    return [name for name in outputs if name in instead.union(want)]
 
 
 def encoder_feeds(
