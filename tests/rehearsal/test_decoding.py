@@ -84,7 +84,7 @@ def test_slots_answer_by_replays(sound):
             batch.step()
     assert not batch.failed and not backend.graphs.failures and seen.counted["graphs"] > 5
     files = Counter({place.split(":")[0]: count for place, count in seen.waits.items()})
-    assert files.keys() == {"slots.py", "cuda_graphs.py"} and files["cuda_graphs.py"] == len(
+    assert files.keys() == {"slots.py", "packed.py"} and files["packed.py"] == len(
         backend._steps[batch._cache]
     ), "chosen ids, and the making of a graph"
 
