@@ -2,7 +2,7 @@
 
 The same records under both models make a paired test: for 0/1 metrics McNemar's exact test on the records
 that only one of them got right, for the others a two-sided z test on the paired differences (log-probability
-per unit).
+per unit). Beside it stands the interval of the difference by a bootstrap over records.
 """
 
 import math
@@ -16,13 +16,13 @@ from ..core.artifact import verify_artifact
 from ..core.console import table
 from ..core.errors import WrongUse
 from ..core.workspace import read_records
-from .metrics import metric_of
+from .metrics import metric_of, resampled
 from .report import read_scores
 
-DETECTABLE = (
-    1.960 + 0.842
-)  # standard errors: two-sided 5 % (its 97.5 % point) and a power of 80 % of the normal
+DETECTABLE = 1.960 + 0.842  # standard errors: the normal's 97.5 % point, and its 80 % point as power
+SHOWN = 10  # records of a task that are printed; all are in the JSON
 NOTES = (
+    "low, high: 95 % interval of the difference, by 1,000 resamples of the records",
     "p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)",
     "detectable: the smallest true difference that so many records show four times in five (p < 0.05)",
 )
@@ -44,7 +44,7 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
         where, fix = f"{first} and {second}", "evaluate both on the same tasks"
         raise WrongUse("no task in common", where=where, fix=fix)
     samples = [_by_task(Path(path)) for path in (first, second)]
-    rows = []
+    rows, questions = [], []
     for name in common:
         one, two = tasks[name], others[name]
         keys = ("prompt_hash", "shots", "seed", "n")
@@ -54,18 +54,42 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
             why = "each left out other records that were too long"
             fix = "evaluate both with the same --window or --limit"
         if not why and one.get("data_hash") != two.get("data_hash"):
-            why, fix = (
-                "the texts of its records or examples are not the same",
-                "evaluate both on the same files",
-            )
+            why = "the texts of its records or examples are not the same"
+            fix = "evaluate both on the same files"
         if why:
             raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
         for metric in tasks[name]["metrics"]:
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
             rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
-    header = ("task", "metric", "first", "second", "difference", "stderr", "detectable", "p", "better")
-    lines = table(header, [[row[key] for key in header] for row in rows])
-    return {"first": str(first), "second": str(second), "rows": rows}, [*lines, *NOTES]
+        score = next(iter(one["metrics"]))
+        pairs = [[sample["metrics"][score][0] for sample in part[name]] for part in samples]
+        for sample, a, b in zip(samples[0][name], *pairs):
+            if a != b and metric_of(score).mean:
+                about = {"task": name, "metric": score, "record": sample["record"], "where": sample["where"]}
+                questions.append(about | {"first": a, "second": b})
+    header = (
+        "task",
+        "metric",
+        "first",
+        "second",
+        "difference",
+        "low",
+        "high",
+        "stderr",
+        "detectable",
+        "p",
+        "better",
+    )
+    lines = [*table(header, [[row[key] for key in header] for row in rows]), *NOTES]
+    for name in dict.fromkeys(one["task"] for one in questions):
+        mine = [one for one in questions if one["task"] == name]
+        lines += [
+            "",
+            f"{name}: the two differ in {len(mine):,} records" + ", the first:" * (len(mine) > SHOWN),
+        ]
+        columns = ("where", "metric", "first", "second")
+        lines += table(columns, [[one[key] for key in columns] for one in mine[:SHOWN]])
+    return {"first": str(first), "second": str(second), "rows": rows, "questions": questions}, lines
 
 
 def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -91,6 +115,8 @@ def paired_test(
     differences = b[:, 0] - a[:, 0]
     count = len(differences)
     error = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else None
+    means = resampled(lambda rows: rows[..., 0].mean(axis=-1), differences[:, None])
+    low, high = np.percentile(means, (2.5, 97.5)).tolist() if count > 1 else (None, None)
     p: float | None
     if not differences.any():
         p = 1.0
@@ -105,6 +131,8 @@ def paired_test(
         "first": values[0],
         "second": values[1],
         "difference": float(differences.mean()),
+        "low": low,
+        "high": high,
         "stderr": error,
         "detectable": None if error is None else DETECTABLE * error,
         "p": p,

@@ -111,18 +111,18 @@ def aggregate(how: str | Metric, outcomes: Sequence[Sequence[float]]) -> tuple[f
         return value, None
     if metric.mean:
         return value, float(rows[:, 0].std(ddof=1) / math.sqrt(len(rows)))
-    return value, bootstrap_error(metric.aggregate, rows)
+    return value, float(resampled(metric.aggregate, rows).std(ddof=1))
 
 
-def bootstrap_error(function: Callable[[Rows], np.ndarray], rows: Rows) -> float:
-    """Standard deviation of `function` over resamples of the lines of `rows`, drawn with replacement."""
+def resampled(function: Callable[[Rows], np.ndarray], rows: Rows) -> np.ndarray:
+    """`function` over resamples of the lines of `rows`, drawn with replacement: (RESAMPLES,)."""
     generator = np.random.default_rng(0)
     at_once = max(1, _RESAMPLE_CELLS // rows.size)
     values = []
     for first in range(0, RESAMPLES, at_once):
         count = min(at_once, RESAMPLES - first)
         values.append(function(rows[generator.integers(len(rows), size=(count, len(rows)))]))
-    return float(np.concatenate(values).std(ddof=1))
+    return np.concatenate(values)
 
 
 def random_baseline(name: str, items: Sequence[Item]) -> float | None:

@@ -11,8 +11,8 @@ from throughline.eval.kinds.kind import Kind
 from throughline.eval.metrics import (
     METRICS,
     aggregate,
-    bootstrap_error,
     random_baseline,
+    resampled,
 )
 from throughline.eval.task import find_tasks
 
@@ -98,7 +98,7 @@ def test_standard_errors() -> None:
     rows = np.random.default_rng(1).integers(0, 2, (300, 1)).astype(float)
     value, error = aggregate("acc", rows.tolist())
     assert value == rows.mean() and error == pytest.approx(rows.std(ddof=1) / np.sqrt(300))
-    assert bootstrap_error(METRICS["acc"].aggregate, rows) == pytest.approx(error, rel=0.12)
+    assert resampled(METRICS["acc"].aggregate, rows).std(ddof=1) == pytest.approx(error, rel=0.12)
     assert aggregate("acc", [[1.0]]) == (1.0, None)
     assert aggregate("acc", [[1], [0]])[1] == pytest.approx(0.5), "of two records the error is known"
 
@@ -110,7 +110,7 @@ def test_a_bootstrap_is_the_same_each_time_however_much_is_held(monkeypatch: pyt
     assert (
         error
         == aggregate("bits_per_byte", rows.tolist())[1]
-        != bootstrap_error(METRICS["acc"].aggregate, rows)
+        != resampled(METRICS["acc"].aggregate, rows).std(ddof=1)
     )
     monkeypatch.setattr(metrics_module, "_RESAMPLE_CELLS", 81)
     assert aggregate("bits_per_byte", rows.tolist()) == (value, pytest.approx(error, rel=1e-12))

@@ -12,7 +12,6 @@ import torch
 from throughline.core.errors import Failed, WrongUse
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
-from throughline.eval.compare import mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
 from throughline.eval.items import Draw, with_examples
 from throughline.eval.metrics import aggregate
@@ -271,29 +270,6 @@ def test_a_model_of_nans_has_no_score(gpt_directory: Path, gpt2_tokenizer) -> No
     with pytest.raises(Failed, match="the model predicts nothing") as caught:
         evaluate(CausalScorer(model, gpt2_tokenizer), find_tasks(["blimp_wh_island"]), Settings(limit=2))
     assert "wh_island" in caught.value.where
-
-
-def test_paired_tests() -> None:
-    """McNemar against sums written out by hand; a z test on a difference that is there and on one that is
-    not.
-    """
-    assert mcnemar(0, 0) == 1.0
-    assert mcnemar(5, 0) == pytest.approx(2 / 2**5)
-    assert mcnemar(7, 2) == pytest.approx(2 * (1 + 9 + 36) / 2**9)
-    generator = np.random.default_rng(0)
-    base = generator.normal(-3, 1, (200, 1))
-    assert (
-        paired_test("perplexity", base, base + 0.3 + generator.normal(0, 0.5, base.shape))["better"]
-        == "second"
-    )
-    assert paired_test("perplexity", base, base + generator.normal(0, 0.5, base.shape))["better"] == "-"
-    for metric, one, other in (
-        ("adjusted_perplexity", [[-900.0, 100.0]], [[-400.0, 100.0]]),
-        ("acc", [[0.0]], [[1.0]]),
-    ):
-        alone = paired_test(metric, one, other)
-        assert (alone["p"], alone["better"]) == (None, "-"), "one record is no sign of equality"
-        assert paired_test(metric, one, one)["p"] == 1.0
 
 
 def test_a_page_of_one_word_has_a_perplexity_that_json_can_hold() -> None:

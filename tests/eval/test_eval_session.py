@@ -34,7 +34,9 @@ def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: P
         json.loads(line) for line in (tmp_path / "one" / "scores" / "samples.jsonl").read_text().splitlines()
     ]
     assert [sample["record"] for sample in samples] == [*range(8), *range(8)]
-    rows = compare_scores(tmp_path / "one" / "scores", tmp_path / "one" / "scores")[0]["rows"]
+    same = compare_scores(tmp_path / "one" / "scores", tmp_path / "one" / "scores")[0]
+    rows = same["rows"]
+    assert same["questions"] == []
     assert {row["p"] for row in rows} == {1.0} and {row["better"] for row in rows} == {"-"}
     again, _ = evaluate_one(request)
     assert again == payload
