@@ -29,9 +29,7 @@ from ..models.transformer import AttentionPattern
 from .scoring import Tree
 
 BATCH_TOKENS = 16384  # of a GPU
-NARROW = (
-    512  # hidden units: below, the head is most of the work, and does it best for many questions at a time
-)
+NARROW = 512  # hidden units: below, the head is most of the work, best done for many questions at a time
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
 LINES = 512  # positions at a time
 PIECE = {"cpu": 1024, "cuda": 16384}  # tokens of the vocabulary at a time

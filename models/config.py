@@ -27,13 +27,10 @@ class GPTConfig(TransformerConfig):
     # where there are biases, if not everywhere as `bias` says
     linear_bias: Literal["usual", "qkv", "attention", "mlp"] = "usual"
     qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of each query and key head, or of all
-    kv_latent: int = (
-        0  # numbers that a token's keys and values are made of: latent attention; 0: made of its input
-    )
+    kv_latent: int = 0  # latent attention: numbers that a token's keys and values are made of; 0: none
     q_latent: int = 0  # that its queries are made of
-    value_width: int = (
-        0  # of a head with kv_latent; 0: the head width, of which `rope_width` numbers are turned
-    )
+    # of a head with kv_latent; 0: the head width, of which `rope_width` numbers are turned
+    value_width: int = 0
     query_scalar: float = 0.0  # scores are divided by its root; 0: by that of the head width
     norm_place: Literal["before", "after", "around"] = "before"  # of each branch: its input, its result, both
     norm_from_one: bool = False  # RMS norms scale by 1 + weight

@@ -22,9 +22,7 @@ class AttentionPattern:
     """Which tokens see which, in tokens and blocks; the table in `attention_patterns.py` says how."""
 
     kind: Literal["sliding", "fixed"] = "sliding"
-    window: int = (
-        512  # tokens: how far a sliding one reaches (an encoder's both ways), a fixed stretch's length
-    )
+    window: int = 512  # tokens: how far a sliding one reaches (an encoder's both ways), or a fixed stretch
     block: int = 256  # tokens handled together
     global_blocks: int = 0  # blocks that every token sees
     random_blocks: int = 0  # sliding: blocks beyond the window that each block sees, others in each layer
@@ -86,12 +84,8 @@ class AttentionPattern:
         first = (left + right) * draw // self.random_blocks
         room = (left + right) * (draw + 1) // self.random_blocks - first
         number = rows + 1
-        for salt in (
-            draw + 1,
-            layer + 1,
-            1,
-            1,
-        ):  # Park and Miller's generator, something new mixed in each time
+        # Park and Miller's generator, something new mixed in each time
+        for salt in (draw + 1, layer + 1, 1, 1):
             number = (number * 48271 + salt * 69621) % 2147483647
         taken = first + number // 8 % (room + (room == 0))
         block = self.global_blocks + taken + (taken >= left) * (rows + reach + 1 - left - self.global_blocks)

@@ -252,9 +252,7 @@ def _tensors(
         for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):
             if architecture in ("llama", "smollm3") and part in mine:
                 values = _neighbours(values, heads)
-        if (
-            architecture == "gptneox" and "attn_qkv." in mine
-        ):  # of each head query, key and value, one after another
+        if architecture == "gptneox" and "attn_qkv." in mine:  # query, key and value head by head
             apart = values.reshape(config.heads, 3, -1, *values.shape[1:])
             values = apart.swapaxes(0, 1).reshape(values.shape)
         if isinstance(config, GPTConfig) and config.norm_from_one and mine.endswith("norm.weight"):

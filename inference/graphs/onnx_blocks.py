@@ -97,9 +97,8 @@ class Blocks:
         (`stash_type` 1) and scale the result in the type of x.
         """
         graph, epsilon = self.graph, self.config.norm_epsilon
-        if (
-            f"{name}.weight" not in self.state
-        ):  # the first of a model whose embeddings have a norm of their own
+        # the first of a model whose embeddings have a norm of their own
+        if f"{name}.weight" not in self.state:
             return x
         scale = self.weight(f"{name}.weight")
         bias = [self.weight(f"{name}.bias")] if f"{name}.bias" in self.state else []

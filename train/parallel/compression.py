@@ -23,9 +23,8 @@ from ...planner.tables import SIGNS_PER_SCALE, SKETCH, low_rank_pays
 from .data import Communicator, buckets, pack, unpack
 
 ERRORS = ("own.", "sum.", "lost.")  # what names of `kept` that are errors begin with
-FLOOR = (
-    0.1  # of a tensor's root mean square: rows of unseen tokens would otherwise move without bound when met
-)
+# Of a tensor's root mean square: rows of unseen tokens would otherwise move without bound when met.
+FLOOR = 0.1
 
 
 class Bf16:

@@ -55,9 +55,8 @@ class GradientBuffer:
         self._missing = [-1] * len(self.buckets)  # gradients still to come; below 0: sums wait for `finish`
         self._works: list[dist.Work] = []
         for index, parameter in enumerate(self.parameters):
-            if (
-                parameter.dtype != dtype
-            ):  # of 16-bit weights fp32: a small gradient is not lost beside a large sum
+            # of 16-bit weights fp32: a small gradient is not lost beside a large sum
+            if parameter.dtype != dtype:
                 parameter.grad_dtype = dtype
             parameter.grad = self.views[index]
             if axis.group is not None:
