@@ -198,10 +198,10 @@ def batch_limits(backend: EncoderBackend) -> Limits:
     return backend.limits.within(Limits(tokens=BATCH_TOKENS["cpu" if backend.device == "cpu" else "cuda"]))
 
 
-def take_batch(texts: Mapping[int, Encoding], limits: Limits, due: int | None = None) -> list[int]:
-    """The text that is due (None: the first) with those of the others that are nearest in length, by their keys."""
+def take_batch(texts: Mapping[int, Encoding], limits: Limits) -> list[int]:
+    """The first text with those of the others that are nearest in length, by their keys."""
     lengths = {number: len(text.ids) for number, text in texts.items()}
-    first = lengths[next(iter(texts)) if due is None else due]
+    first = next(iter(lengths.values()))
     nearest = sorted(lengths, key=lambda number: abs(lengths[number] - first))
     return next(batches(nearest, lengths.__getitem__, limits))
 

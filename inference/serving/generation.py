@@ -5,6 +5,7 @@ that it has made, what may come next, and guesses at it. The batch in which they
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -55,6 +56,12 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     def cost(self) -> int:
         """Tokens that an answer reads and makes at most."""
         return len(self.prompt_ids) + self.max_tokens
+
+    @property
+    def plain(self) -> bool:
+        """Whether each token is the model's most probable one, and no more is asked of it."""
+        chosen = self.sampling.temperature > 0 or self.sampling.counts_tokens or self.sampling.logit_bias
+        return not chosen and self.logprobs is None and self.constraint is None
 
     def check(self, context: int) -> None:
         """Refuse a job that is empty or longer than the model's context."""
@@ -156,6 +163,7 @@ class Sequence:
     job: Job
     stream: TextStream
     guide: "Guide | None" = None
+    making: "Future[Guide] | None" = None  # what its guide is copied from when it gets its row
     ends: frozenset[int] = frozenset()  # tokens that end it
     chooser: Chooser | None = None  # made with its row: penalties take memory of the vocabulary's size
     due_s: float = 0.0  # who is due earlier gets a row earlier
@@ -167,8 +175,13 @@ class Sequence:
     made: list[int] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)  # with probabilities, when they are asked for
     began_s: float = 0.0  # time.monotonic() when it got its row
-    reach: int = 0  # tokens that are guessed ahead at most: more after a good guess
+    reach: int = 0  # tokens that are guessed ahead at most: more after a good guess, none if not greedy
     guesses: list[int] = field(default_factory=list)  # of this step, behind its newest token
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may begin."""
+        return self.making is None or self.making.done()
 
     @property
     def filling(self) -> bool:
@@ -213,14 +226,10 @@ class Sequence:
         self.chooser.allowed_V = allowed_V
 
     def guess(self) -> list[int]:
-        """The next tokens of a greedy answer, of which no more is asked, as they followed the last time: `guesses`."""
-        chooser, job = self.chooser, self.job
-        assert chooser is not None
-        plain = chooser.counts_V is None and chooser.bias_V is None and job.sampling.temperature == 0
-        plain = plain and self.guide is None and job.logprobs is None and len(self.made) >= job.min_tokens
-        most = min(self.reach, job.max_tokens - len(self.made) - 1) if plain else 0
-        if most > 0:
-            ids = np.concatenate((job.prompt_ids, np.array(self.made, np.int64)))
+        """Its next tokens as they followed the last time: `guesses`."""
+        most = min(self.reach, self.job.max_tokens - len(self.made) - 1)
+        if most > 0 and len(self.made) >= self.job.min_tokens:
+            ids = np.concatenate((self.job.prompt_ids, np.array(self.made, np.int64)))
             self.guesses = look_up(ids, most).tolist()
         return self.guesses
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -70,7 +71,8 @@ class Remote:
         self.accepted = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: asyncio.Transport | None = None
-        self._ended = asyncio.Event()  # the present process has
+        self._opened: asyncio.Future[Ready | Broken]  # what the present process says first
+        self._ended: asyncio.Future[None]
         self._waiting: dict[int, Owed] = {}
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
@@ -150,50 +152,37 @@ class Remote:
         with theirs:
             self._process = spawn(theirs)
         loop = asyncio.get_running_loop()
-        opened: asyncio.Future[Message | None] = loop.create_future()
-        self._ended = asyncio.Event()
+        opened, ended = self._opened, self._ended = loop.create_future(), loop.create_future()
 
-        def take(message: Message) -> None:
-            if opened.done():
-                self._route(message)
-            else:
-                opened.set_result(message)
-
-        def ended(over: asyncio.Event = self._ended) -> None:
-            over.set()
-            if not opened.done():
-                opened.set_result(None)
-
-        self._connection, _ = await loop.create_connection(lambda: Messages(take, ended), sock=ours)
+        end = partial(ended.set_result, None)
+        self._connection, _ = await loop.create_connection(lambda: Messages(self._route, end), sock=ours)
         opening = Open(self.name, self.path, self.limits.slots, self._options, self.limits.speculate)
         self._connection.write(pack(opening))
-        try:
-            async with asyncio.timeout(self.limits.load_s):
-                first = await opened
-        except TimeoutError:
-            self._process.kill()
-            what, why = "the model did not load", f"it took more than {self.limits.load_s:g} s"
-            raise Failed(what, where=self.path, why=why, fix="see --load-timeout") from None
-        if first is None:
+        limit_s = self.limits.load_s
+        await asyncio.wait((opened, ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if opened.done():
+            if isinstance(first := opened.result(), Broken):
+                raise first.error()
+            return first.facts
+        if ended.done():
             code = await asyncio.to_thread(self._process.wait)
             meaning = "killed, perhaps for want of memory" if code == -9 else "what it printed is above"
             what = "the process of the model ended while it was loading"
             raise Failed(what, where=self.path, why=f"exit code {code}; {meaning}")
-        if isinstance(first, Broken):
-            raise first.error()
-        assert isinstance(first, Ready)
-        return first.facts
+        self._connection.close()
+        self._process.kill()
+        why = f"it took more than {limit_s:g} s"
+        raise Failed("the model did not load", where=self.path, why=why, fix="see --load-timeout")
 
     async def _watch(self) -> None:
         """Kill a process that has stopped, and start one that has ended again."""
         while True:
-            try:
-                async with asyncio.timeout(1):
-                    await self._ended.wait()
-            except TimeoutError:
+            assert self._process is not None
+            await asyncio.wait((self._ended,), timeout=1)
+            if not self._ended.done():
                 # Of this process's seconds: when it stands still itself, it blames nobody.
                 self._silent_s += 1
-                if self._silent_s > self.limits.hang_s and self._process is not None:
+                if self._silent_s > self.limits.hang_s:
                     said = f"has said nothing for {self._silent_s} s and is killed"
                     warn(f"{self.name}: the process of the model {said}")
                     self._silent_s = 0
@@ -233,6 +222,8 @@ class Remote:
                 self._answer(made.number, made, made.deltas[-1].finish is not None)
         elif isinstance(message, Read):
             self._answer(message.number, message, True)
+        elif isinstance(message, Ready) or (isinstance(message, Broken) and not message.numbers):
+            self._opened.set_result(message)
         elif isinstance(message, Broken):
             for number in message.numbers:
                 self.failed += message.kind == "Failed"

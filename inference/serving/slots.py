@@ -105,7 +105,8 @@ class SlotBatch:
         job.check(self.backend.context)
         stream = TextStream(self._decode, job.stop, [int(i) for i in job.prompt_ids[-1:]])
         ends = frozenset(job.stop_ids) | (frozenset() if job.ignore_eos else self._eos)
-        sequence = Sequence(job, stream, guide, ends, due_s=due_s, tenant=tenant, reach=self._speculate)
+        reach = self._speculate if job.plain and guide is None else 0
+        sequence = Sequence(job, stream, guide, ends=ends, due_s=due_s, tenant=tenant, reach=reach)
         insort(self.waiting, sequence, key=lambda one: one.due_s)
         return sequence
 
@@ -116,7 +117,8 @@ class SlotBatch:
 
     @property
     def busy(self) -> bool:
-        return bool(self._live or self.waiting)
+        """Whether a step does anything: not for those alone whose grammars are in the making."""
+        return bool(self._live) or any(sequence.ready for sequence in self.waiting)
 
     def step(self) -> list[tuple[Sequence, TextDelta]]:
         """Decode one token of every sequence that is ready and read some of the prompts that are not."""
@@ -179,11 +181,13 @@ class SlotBatch:
         for sequence in list(self.waiting):
             if len(self._live) == self.slots:
                 break
-            if self._worth_waiting(sequence):
+            if not sequence.ready or self._worth_waiting(sequence):
                 continue
             self.waiting.remove(sequence)
             job, sequence.began_s = sequence.job, time.monotonic()
             try:
+                if sequence.making is not None:
+                    sequence.guide = sequence.making.result().copy()
                 device = self.backend.device
                 sequence.chooser = Chooser(job.sampling, job.prompt_ids, self._vocab_size, device)
                 self._reuse(sequence, len(self._live))

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from bisect import insort
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -34,7 +35,7 @@ BEAT_MS = 1000  # between two signs of life
 TOLD_TOGETHER = 64  # tokens of an answer that nobody sees before it is whole
 TOKEN_S = 0.005  # by which each token that a request asks for delays it behind those that ask for less
 LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do
-Waiting = dict[int, tuple[Work, float, str]]  # by number: work, by when it is due, whose it is
+Making = Future[Guide] | None
 
 
 def serve(connection: socket.socket) -> None:
@@ -71,10 +72,19 @@ def serve(connection: socket.socket) -> None:
 class CausalEngine(SlotBatch):
     """Continuous batching of a GPT; each turn tells what one step made."""
 
-    def submit(self, number: int, work: Work, guide: Guide | None, due_s: float, tenant: str) -> None:
+    def submit(self, number: int, work: Work, making: Making, due_s: float, tenant: str) -> None:
         """Queue an answer. Raises WrongUse when it cannot fit the model's context."""
         assert not isinstance(work, Encoding)
-        self.add(work, guide, due_s, tenant).owner = number
+        sequence = self.add(work, None, due_s, tenant)
+        sequence.owner, sequence.making = number, making
+
+    def drop(self, owners: set[Any]) -> None:
+        """See `SlotBatch.drop`; a grammar for which nobody waits any more is not begun."""
+        left = {sequence.making for sequence in self.waiting if sequence.owner in owners}
+        super().drop(owners)
+        for making in left - {sequence.making for sequence in self.waiting}:
+            if making is not None:
+                making.cancel()
 
     def turn(self) -> list[Message]:
         """One step of work on what is queued and begun."""
@@ -101,26 +111,24 @@ class EncoderEngine:
     def __init__(self, backend: EncoderBackend, pad_id: int, vocab_size: int) -> None:
         self._backend, self._pad_id, self._vocab_size = backend, pad_id, vocab_size
         self._limits = batch_limits(backend)
-        self.queue: dict[int, Encoding] = {}
-        self._due_s: dict[int, float] = {}  # by which they are taken
+        self.waiting: list[tuple[float, int, Encoding]] = []  # by when they are due
         self.sick = False  # see `SlotBatch`
 
     @property
     def busy(self) -> bool:
-        return bool(self.queue)
+        return bool(self.waiting)
 
-    def submit(self, number: int, work: Work, guide: Guide | None, due_s: float, tenant: str) -> None:
+    def submit(self, number: int, work: Work, making: Making, due_s: float, tenant: str) -> None:
         assert isinstance(work, Encoding)
-        self.queue[number], self._due_s[number] = work, due_s
+        insort(self.waiting, (due_s, number, work), key=lambda one: one[0])
 
     def drop(self, numbers: set[int]) -> None:
-        for number in numbers & self.queue.keys():
-            del self.queue[number], self._due_s[number]
+        self.waiting = [one for one in self.waiting if one[1] not in numbers]
 
     def turn(self) -> list[Message]:
         """The text that is due with those queued ones that are nearest in length."""
-        batch = take_batch(self.queue, self._limits, min(self._due_s, key=self._due_s.__getitem__))
-        texts = {number: self.queue[number] for number in batch}
+        texts = {number: text for _, number, text in self.waiting}
+        batch = take_batch(texts, self._limits)
         self.drop({*batch})
 
         def read(numbers: list[int]) -> list[Message]:
@@ -173,13 +181,11 @@ class WorkerModel:
         # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
         self._grammars = lru_cache(1)(lambda: Grammars(tokenizer))
         self._beside = ThreadPoolExecutor(1, "grammars")
-        # A grammar in the making, and the answers that wait for it.
-        self._preparing: list[tuple[Future[Guide], Waiting]] = []
 
     @property
     def patience_ms(self) -> int:
         """How long it may wait for a message: not with work to do."""
-        return 0 if self.engine.busy else LOOK_MS if self._preparing else BEAT_MS
+        return 0 if self.engine.busy else LOOK_MS if self.engine.waiting else BEAT_MS
 
     def describe(self) -> dict[str, Any]:
         """What the HTTP process must know of the model."""
@@ -200,45 +206,27 @@ class WorkerModel:
     def take(self, message: Message) -> None:
         """Do what a message asks; what is wrong with a job is its answer."""
         if isinstance(message, Cancel):
-            for future, waiting in self._preparing:
-                for number in message.numbers:
-                    waiting.pop(number, None)
-                if not waiting:
-                    future.cancel()  # unless it is being made
-            self._preparing = [one for one in self._preparing if one[1]]
             self.engine.drop(set(message.numbers))
             return
         assert isinstance(message, Ask)
         number, due_s = message.first, message.due_s
         for work in message.work:
-            answers: Waiting = {}
-            for one in work.each():
-                answers[number] = (one, due_s, message.tenant)
-                number, due_s = number + 1, due_s + work.cost * TOKEN_S
             constraint = None if isinstance(work, Encoding) else work.constraint
-            if constraint is None:
-                self._submit(answers)
-            else:
-                self._preparing.append((self._beside.submit(self._guide, constraint), answers))
+            making = self._beside.submit(self._guide, constraint) if constraint else None
+            for one in work.each():
+                try:
+                    self.engine.submit(number, one, making, due_s, message.tenant)
+                except Exception as error:
+                    self._say(Broken.of(error, [number]))
+                number, due_s = number + 1, due_s + work.cost * TOKEN_S
 
     def turn(self) -> None:
-        """Queue the jobs whose grammars are ready, then one turn of the engine."""
-        ready = [one for one in self._preparing if one[0].done()]
-        self._preparing = [one for one in self._preparing if one not in ready]
-        for guide, answers in ready:
-            self._submit(answers, guide)
+        """A turn of the engine, if there is work."""
         if not self.engine.busy:
             return
         self._say(*self.engine.turn())
         if self.engine.sick:
             warm_up(self.loaded)  # it may have been what was asked; if not, another process may do better
-
-    def _submit(self, answers: Waiting, guide: Future[Guide] | None = None) -> None:
-        for number, (work, due_s, tenant) in answers.items():
-            try:
-                self.engine.submit(number, work, guide.result().copy() if guide else None, due_s, tenant)
-            except Exception as error:
-                self._say(Broken.of(error, [number]))
 
     def _guide(self, constraint: dict[str, Any]) -> Guide:
         return self._grammars().guide(constraint)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from throughline.inference.serving.generation import Job
 
 ENDLESS = {"temperature": 0, "logit_bias": {"0": -100}}  # never the end-of-text token
 
@@ -122,33 +121,29 @@ def test_a_grammar_in_preparation_holds_up_nobody(ask, monkeypatch: pytest.Monke
 
     async def body(found) -> None:
         model, gate, begun = found.workers["gpt"], threading.Event(), list[str]()
-        usual, submit = model._guide, model._submit
+        usual = model._guide
 
         def slow(constraint: dict) -> Any:
+            begun.append(constraint["regex"])
             assert gate.wait(30)
             return usual(constraint)
 
-        def noted(answers: dict[int, tuple[Job, float, str]], *rest: Any) -> None:
-            begun.extend((job.constraint or {}).get("regex", "") for job, *_ in answers.values())
-            submit(answers, *rest)
-
         monkeypatch.setattr(model, "_guide", slow)
-        monkeypatch.setattr(model, "_submit", noted)
         answer = asyncio.create_task(found.complete(prompt="x", guided_regex="[ab]{3}"))
         request = {"model": "gpt", "prompt": "x", "guided_regex": "left"}
         left = asyncio.Event()
         gone = asyncio.create_task(call_and_leave(found, "/v1/completions", request, left.is_set))
-        while len(model._preparing) < 2:
+        while len(model.engine.waiting) < 2:
             await asyncio.sleep(0.002)
         assert (await found.complete(prompt="y", max_tokens=2))["usage"]["completion_tokens"] == 2
         left.set()
         await gone
-        while len(model._preparing) > 1:
+        while len(model.engine.waiting) > 1:
             await asyncio.sleep(0.002)
         gate.set()
         assert re.fullmatch("[ab]{3}", (await answer)["choices"][0]["text"])
         assert (await found.complete(prompt="z", max_tokens=1))["usage"]["completion_tokens"] == 1
-        assert begun == ["", "[ab]{3}", ""] and not model._preparing
+        assert begun == ["[ab]{3}"] and not model.engine.waiting
 
     ask(body, slots=1)
 
