@@ -21,8 +21,8 @@ from ..core.backend import AUTO, BackendOptions
 from ..core.errors import MissingExtra, WrongUse
 from ..core.files import json_lines
 from ..data.records import table
-from ..inference.serving.encoding import Reader, embed
-from ..inference.serving.offline import open_text_model
+from ..inference.serving.encoding import embed
+from ..inference.serving.offline import open_reader
 
 NDCG_AT, RECALL_AT = 10, (5, 10, 100)
 QRELS = ("query-id", "corpus-id", "score")
@@ -99,19 +99,17 @@ def by_embeddings(
     prompt: str | None = None,
 ) -> Scores:
     """Cosines of the BERT at `path`; a text's is that of its nearest chunk. Prompts as `embed --prompt` takes them."""
-    loaded, tokenizer = open_text_model(path, "bert", options)
-    encoder, own = loaded.encoder, loaded.sentence
-    assert encoder is not None
-    reader = Reader(tokenizer, own.context(encoder.context), encoder.vocab_size)
+    loaded, reader = open_reader(path, options)
+    encoder, own, pad_id = loaded.backend, loaded.sentence, reader.tokenizer.pad_id or 0
     asked, told = own.prompted(query_prompt), own.prompted(prompt)
     chunks = [reader.chunks(text, told.prompt) for text in texts]
     rows = [reader.frame({"text": told.text(chunk)}, truncate=True) for each in chunks for chunk in each]
-    vectors_CH = embed(encoder, rows, tokenizer.pad_id or 0, own.output())
+    vectors_CH = embed(encoder, rows, pad_id, own.output())
     firsts = np.cumsum([0, *map(len, chunks)])[:-1]
 
     def scores(query: str) -> np.ndarray:
         row = reader.frame({"query": asked.text(query)}, truncate=True)
-        (vector_H,) = embed(encoder, [row], tokenizer.pad_id or 0, own.output())
+        (vector_H,) = embed(encoder, [row], pad_id, own.output())
         return np.maximum.reduceat(vectors_CH @ vector_H, firsts)
 
     return scores

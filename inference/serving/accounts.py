@@ -171,18 +171,18 @@ class Telemetry:
 
     def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:
         """Count a request and write its line of the access log."""
-        took_s = time.monotonic() - watch.came_s
+        now_s = time.monotonic()
         self.of(self.requests, endpoint, str(status)).inc()
-        self.of(self.duration, endpoint).observe(took_s)
+        self.of(self.duration, endpoint).observe(now_s - watch.came_s)
         if self.trace is not None:
             self.trace(watch, endpoint, status, said)
         if self._log is None:
             return
         line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
-        line |= {"status": status, "model": watch.model, "ms": round(1000 * took_s, 1)}
+        line |= {"status": status, "model": watch.model, "fault": watch.fault, "key": watch.key.name or None}
         line |= {"prompt_tokens": watch.prompt_tokens, "generated_tokens": watch.made}
-        line |= {"cached_tokens": watch.cached or None, "fault": watch.fault, "key": watch.key.name or None}
-        for name, at_s in (("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
+        line["cached_tokens"] = watch.cached or None
+        for name, at_s in (("ms", now_s), ("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
             line[name] = None if at_s is None else round(1000 * (at_s - watch.came_s), 1)
         known = {name: value for name, value in line.items() if value is not None}
         with contextlib.suppress(BrokenPipeError):  # nobody reads the log: the requests go on

@@ -1,8 +1,8 @@
 """What the server accepts: request bodies in OpenAI's shape, with the samplers that its clients pass as extra fields.
 
 - A field that is null counts as left out.
-- A field of OpenAI's that is missing here is accepted at the value that changes nothing and otherwise refused by name;
-  an unknown one is refused with the nearest known one. Nothing is ignored in silence.
+- A field of OpenAI's that is missing here, or in this endpoint, is accepted at the value that changes nothing and
+  otherwise refused by name; an unknown one is refused with the nearest known one. Nothing is ignored in silence.
 """
 
 import re
@@ -95,7 +95,31 @@ class StructuredOutputs(Strict):
 class Generation(Body, kw_only=True):
     """What completions and chat completions share."""
 
-    missing = {"store": (False,), "service_tier": ("auto", "default")}
+    missing = {
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "best_of": (1,),
+        "suffix": ("",),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "include": ([],),
+        "reasoning": ({},),
+        "top_logprobs": (0,),
+    }
 
     temperature: Annotated[float, Meta(ge=0, le=100, description="0 = greedy.")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -149,8 +173,6 @@ class Generation(Body, kw_only=True):
 class CompletionBody(Generation, kw_only=True):
     """POST /v1/completions."""
 
-    missing = Generation.missing | {"best_of": (1,), "suffix": ("",)}
-
     prompt: Texts
     max_tokens: Annotated[int, Meta(ge=0, description="0 only with echo: nothing is generated.")] = 16
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -167,11 +189,20 @@ class Part(Strict):
 
 
 class Message(Strict):
-    """One message of a conversation."""
+    """A message of a conversation, with those fields of OpenAI's answers, which clients send back, that say nothing."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[Part] | None = ""
     name: str | None = None
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: None = None
+    refusal: None = None
+    function_call: None = None
+    audio: None = None
+    tool_calls: tuple[()] | None = None
+    annotations: tuple[()] | None = None
 
     def text(self) -> str:
         """The content as one text."""
@@ -179,43 +210,10 @@ class Message(Strict):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class ChatMessage(Message):
-    """A message of a chat, with those fields of OpenAI's answers, which clients send back, that say nothing."""
-
-    refusal: None = None
-    function_call: None = None
-    audio: None = None
-    tool_calls: tuple[()] | None = None
-    annotations: tuple[()] | None = None
-
-
-class Item(Message):
-    """A message of `input`: a client's own, or one of an answer that it sends back."""
-
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-    phase: None = None
-
-
 class ChatBody(Generation, kw_only=True):
     """POST /v1/chat/completions."""
 
-    missing = Generation.missing | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1000)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=1000)]
     max_tokens: Fits | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, description="Another name of max_tokens.")] | None = None
     logprobs: bool = False
@@ -239,22 +237,9 @@ class TextOptions(Strict):
 class ResponsesBody(Generation, kw_only=True):
     """POST /v1/responses."""
 
-    missing = Generation.missing | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
-        "background": (False,),
-        "truncation": ("disabled",),
-        "include": ([],),
-        "reasoning": ({},),
-        "top_logprobs": (0,),
-    }
+    missing = Generation.missing | {"prompt": ()}
 
-    input: Text | Annotated[list[Item], Meta(min_length=1, max_length=1000)]
+    input: Text | Annotated[list[Message], Meta(min_length=1, max_length=1000)]
     instructions: Annotated[Text, Meta(description="Of the system, before the input.")] | None = None
     max_output_tokens: Fits | None = None
     text: TextOptions | None = None

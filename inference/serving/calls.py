@@ -32,21 +32,10 @@ INLINE = 4000  # characters or numbers, that the event loop reads or writes in a
 SAME = {"/v1/score": "/v1/embeddings", "/embed": "/v1/embeddings", "/rerank": "/v1/rerank"}
 SAME |= {"/v1/responses": "/v1/chat/completions"}
 SHAPES = {b'"': Text, b'["': Annotated[list[Text], msgspec.Meta(min_length=1)], b"[[": list[Ids]}
-# Fields as long as a body may be.
-LONG = {
-    "prompt",
-    "input",
-    "inputs",
-    "messages",
-    "query",
-    "documents",
-    "texts",
-    "text_1",
-    "text_2",
-    "instructions",
-}
-FIELD_BYTES = {"tokens": 1 << 19} | dict.fromkeys(LONG, 1 << 62)
-SMALL_BYTES = 1 << 16  # of any other field
+FIELD_BYTES = {"tokens": 1 << 19, "instructions": 1 << 62}
+SMALL_BYTES = (
+    1 << 16
+)  # of any other field that a body need not have; those that it must have are as long as it may be
 MOST_IDS = 1 << 19  # of a request: Python's lists of two million take the event loop 30 ms
 MOST_PROBLEMS = 8  # told of one body
 FREE_BYTES = 1 << 14  # of each body, which the budget leaves out: large ones must not shut small ones out
@@ -69,8 +58,10 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def told(error: ThroughlineError) -> Response:
-    """One of our errors as an answer; what the user did not cause says nothing of our insides."""
+def told(error: HTTPException | ThroughlineError) -> Response:
+    """An error as an answer; what the user did not cause says nothing of our insides."""
+    if isinstance(error, HTTPException):
+        return json_response(error_body(error.status_code, error.detail), error.status_code, error.headers)
     wrong = isinstance(error, WrongUse)
     status, param = (400, error.where or None) if wrong else (500, None)
     message = "; ".join(part for part in (error.what, error.why if wrong else "", error.fix) if part)
@@ -239,13 +230,13 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
         raw = bytes(getattr(given, name)).strip()
         if raw != b"null":
             try:
-                kept[name] = _value(name, fields[name].type if name in fields else Any, raw, limits)
+                kept[name] = _value(name, fields.get(name), raw, limits)
             except UNREADABLE as error:
                 problems[name] = str(error)
         elif name in fields and fields[name].required:
             problems[name] = "Field required"
     for name, neutral in kind.missing.items():
-        if name in kept and kept.pop(name) not in neutral:
+        if name not in fields and name in kept and kept.pop(name) not in neutral:
             worth = " or ".join(map(repr, neutral))
             fix = f"leave it out{f' or give {worth}' if worth else ''}"
             raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
@@ -259,18 +250,20 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
 def _read_by(kind: type[Body]) -> tuple[dict[str, Any], Any]:
     """The fields of a body, and what reads each as bytes, up to the first that is unknown."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    parts: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in (*fields, *kind.missing)]
+    parts: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in {**fields, **kind.missing}]
     return fields, msgspec.json.Decoder(msgspec.defstruct("Parts", parts, forbid_unknown_fields=True))
 
 
-def _value(name: str, kind: Any, raw: bytes, limits: ServerLimits) -> Any:
-    """The value of a field, made when it is known to be small enough."""
-    if len(raw) > FIELD_BYTES.get(name, SMALL_BYTES):
-        raise ValueError(f"larger than {FIELD_BYTES.get(name, SMALL_BYTES):,} bytes")
+def _value(name: str, field: Any, raw: bytes, limits: ServerLimits) -> Any:
+    """The value of a field (None: of one that is missing here), made when it is known to be small enough."""
+    kind, required = (field.type, field.required) if field else (Any, False)
+    most = FIELD_BYTES.get(name, len(raw) if required else SMALL_BYTES)
+    if len(raw) > most:
+        raise ValueError(f"larger than {most:,} bytes")
     opening = raw[:1] + raw[1:].lstrip()[:1] if raw[:1] == b"[" else raw[:1]
     # Texts that end in a backslash count half.
     count = {b'["': (raw.count(b'"') - raw.count(b'\\"')) // 2, b"[[": raw.count(b"[") - 1}.get(opening, 0)
-    limits.check_texts(count if name in LONG else 0, name)
+    limits.check_texts(count if required else 0, name)
     if name in ("messages", "input") and raw.count(b'"role"') > 1000:
         raise ValueError("more than 1000 messages")
     if kind != Texts:

@@ -5,7 +5,7 @@ shapes. Added to them: `token_ids` in every choice of a completion, for the web 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,22 +14,19 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from ...core.errors import Failed
-from .api_types import ChatBody, CompletionBody, Generation, Item, Message, ResponsesBody
+from .api_types import ChatBody, CompletionBody, Generation, Message, ResponsesBody
 from .calls import INLINE, Call, error_body, told
 from .generation import Job, TextDelta, Token
-from .served import Deltas, ServedModel
+from .served import Deltas
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold it back
-First = tuple[int, TextDelta | None]
-Events = AsyncGenerator[dict[str, Any] | None, None]
-ITEM = {"output_index": 0, "content_index": 0}  # of /v1/responses: there is one, with one part
 
 
 async def completions(call: Call, body: CompletionBody) -> Response | dict[str, Any]:
     """Continue a text with a GPT; `stream` sends server-sent events."""
-    model, size = call.model, sum(map(len, body.prompt))
-    answers = await call.beside(size, lambda: Answers(model, body, model.completion(body)))
-    return await generated(call, body, answers)
+    size = sum(map(len, body.prompt))
+    answers = await call.beside(size, lambda: Answers(call, body, call.model.completion(body)))
+    return await generated(call, answers)
 
 
 async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
@@ -37,15 +34,15 @@ async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
     most = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     jobs = await conversed(call, body, body.messages, most, logprobs)
-    return await generated(call, body, ChatAnswers(call.model, body, jobs))
+    return await generated(call, ChatAnswers(call, body, jobs))
 
 
 async def responses(call: Call, body: ResponsesBody) -> Response | dict[str, Any]:
     """Answer a text or a conversation with a GPT that has a chat template; `stream` sends server-sent events."""
-    messages = [Item(role="system", content=body.instructions)] if body.instructions else []
-    messages += [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    messages = [Message(role="system", content=body.instructions)] if body.instructions else []
+    messages += [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     jobs = await conversed(call, body, messages, body.max_output_tokens)
-    return await generated(call, body, ResponseAnswers(call.model, body, jobs))
+    return await generated(call, ResponseAnswers(call, body, jobs))
 
 
 async def conversed(
@@ -59,10 +56,10 @@ async def conversed(
     return [model.job(body, ids, most or model.room(len(ids)), logprobs)]
 
 
-async def generated(call: Call, body: Generation, answers: "Answers") -> Response | dict[str, Any]:
-    """The answers as the body wants them."""
+async def generated(call: Call, answers: "Answers") -> Response | dict[str, Any]:
+    """The answers as their body wants them."""
     deltas = call.model.generate(answers.jobs, call.watch)
-    if not body.stream:
+    if not answers.body.stream:
         await call.unless_gone(answers.take(deltas))
         call.watch.finished()
         return await call.beside(answers.size, answers.whole)
@@ -72,19 +69,29 @@ async def generated(call: Call, body: Generation, answers: "Answers") -> Respons
     except BaseException:
         await deltas.aclose()
         raise
-    events = _events(call, answers.events(first, deltas))
+    events = _events(call, answers, first, deltas)
     return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
-async def _events(call: Call, answers: Events) -> AsyncIterator[bytes]:
+async def _events(
+    call: Call, answers: "Answers", come: tuple[int, TextDelta | None], deltas: Deltas
+) -> AsyncIterator[bytes]:
     """Server-sent events; an error in the middle is told as an event."""
-    async with aclosing(answers):
+    async with aclosing(deltas):
         try:
+            for event in answers.opening():
+                yield _event(event)
             while True:
+                number, delta = come
+                if delta is None:
+                    yield b": the answer goes on\n\n"
+                elif (event := answers.step(answers.add(number, delta))) is not None:
+                    yield _event(event)
                 async with asyncio.timeout_at(call.deadline_s):
-                    answer = await anext(answers)
-                yield _event(answer) if answer else b": the answer goes on\n\n"
+                    come = await anext(deltas)
         except StopAsyncIteration:
+            for event in answers.ending():
+                yield _event(event)
             call.watch.finished()
         except TimeoutError:
             yield _event(error_body(504, "the answer took too long"))
@@ -116,18 +123,17 @@ class Answers:
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, model: ServedModel, body: Generation, jobs: list[Job]) -> None:
-        self._model, self._body, self.jobs = model, body, jobs
+    def __init__(self, call: Call, body: Any, jobs: list[Job]) -> None:
+        self.body, self.jobs, self._watch, self._model = body, jobs, call.watch, call.model
         self._head: dict[str, Any] = {"id": f"{self.prefix}{uuid.uuid4().hex}"}
-        self._head |= {"created": int(time.time()), "model": model.name}
-        self._echo = [""] * sum(job.n for job in jobs)
+        self._head |= {"created": int(time.time()), "model": call.model.name}
+        echo = [""] * sum(job.n for job in jobs)
         if isinstance(body, CompletionBody) and body.echo:
-            decode = model.tokenizer.decode
+            decode = call.model.tokenizer.decode
             texts = [one if isinstance(one, str) else decode(one) for one in body.prompt]
-            self._echo = [text for text in texts for _ in range(body.n)]
-        self._choices = [Piece(number, text) for number, text in enumerate(self._echo)]
-        self._made = self._cached = 0
-        self.size = sum(len(prompt) for prompt in self._echo)  # characters and numbers of a whole answer
+            echo = [text for text in texts for _ in range(body.n)]
+        self._choices = [Piece(number, text) for number, text in enumerate(echo)]
+        self.size = sum(map(len, echo))  # characters and numbers of a whole answer
 
     def add(self, number: int, delta: TextDelta) -> Piece:
         """Take a delta of one answer in. The prompt's tokens come before its own; of parts of one character each
@@ -139,12 +145,9 @@ class Answers:
             offset += len(self._model.token_text(token.id))
         if delta.token is not None:
             tokens.append((delta.token, len(choice.text)))
-            self._made += 1
         choice.text += delta.text
         choice.finish = delta.finish
-        if number % self._body.n == 0:  # copies of an answer find its prompt read
-            self._cached += delta.cached_tokens or 0
-        if not self._body.stream:
+        if not self.body.stream:
             choice.tokens += tokens
             self.size += sum(2 + len(token.top) for token, _ in tokens)
         return Piece(number, delta.text, tokens, delta.finish)
@@ -161,27 +164,28 @@ class Answers:
         choices = [msgspec.Raw(msgspec.json.encode(self._choice(choice))) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
-    async def events(self, first: First, deltas: Deltas) -> Events:
-        """A body per delta (None: nothing has come for a while), then the usage if asked; closes the deltas."""
-        head = {**self._head, "object": self.chunk_kind}
-        async with aclosing(deltas):
-            for choice in self._openings():
-                yield {**head, "choices": [choice]}
-            async for number, delta in after(first, deltas):
-                yield {**head, "choices": [self._chunk(self.add(number, delta))]} if delta else None
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": self.usage()}
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream says before the first token: of each choice its prompt, if that is wanted."""
+        return [self._body_of(self._choice(choice)) for choice in self._choices if choice.text]
 
-    def _openings(self) -> list[dict[str, Any]]:
-        """What a stream says before the first token of each choice."""
-        return [self._choice(Piece(number, text)) for number, text in enumerate(self._echo) if text]
+    def step(self, piece: Piece) -> dict[str, Any] | None:
+        """What it says of a piece."""
+        return self._body_of(self._chunk(piece))
+
+    def ending(self) -> list[dict[str, Any]]:
+        """What it says behind the last one: the usage, if asked."""
+        options = self.body.stream_options
+        wanted = options is not None and options.include_usage
+        return [self._body_of() | {"usage": self.usage()}] if wanted else []
+
+    def _body_of(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_kind, "choices": choices}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        assert isinstance(self._body, CompletionBody)
         return {
             "index": piece.number,
             "text": piece.text,
-            "logprobs": None if self._body.logprobs is None else self._logprobs(piece.tokens),
+            "logprobs": None if self.body.logprobs is None else self._logprobs(piece.tokens),
             "finish_reason": piece.finish,
             "token_ids": [token.id for token, _ in piece.tokens],
         }
@@ -208,16 +212,10 @@ class Answers:
 
     def usage(self) -> dict[str, Any]:
         """What the request took, in tokens."""
-        read, made = sum(len(job.prompt_ids) for job in self.jobs), self._made
+        watch = self._watch
+        read, made = watch.prompt_tokens or 0, watch.made or 0
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-        return usage | {"prompt_tokens_details": {"cached_tokens": self._cached}}
-
-
-async def after(first: First, deltas: Deltas) -> Deltas:
-    """The deltas with the first one, which was awaited alone."""
-    yield first
-    async for one in deltas:
-        yield one
+        return usage | {"prompt_tokens_details": {"cached_tokens": watch.cached}}
 
 
 class ChatAnswers(Answers):
@@ -225,9 +223,9 @@ class ChatAnswers(Answers):
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def _openings(self) -> list[dict[str, Any]]:
-        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [{"index": number, **opening} for number in range(len(self._choices))]
+    def opening(self) -> list[dict[str, Any]]:
+        said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._body_of({"index": choice.number, **said}) for choice in self._choices]
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
@@ -238,12 +236,11 @@ class ChatAnswers(Answers):
         return {"index": piece.number, "message": message, **self._rest(piece)}
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
-        assert isinstance(self._body, ChatBody)
-        content, most = [], self._body.top_logprobs or 0
-        for token, _ in piece.tokens if self._body.logprobs else ():
+        content, most = [], self.body.top_logprobs or 0
+        for token, _ in piece.tokens if self.body.logprobs else ():
             top = [self._token(*one) for one in token.top[:most]]
             content.append(self._token(token.id, token.logprob) | {"top_logprobs": top})
-        logprobs = {"content": content, "refusal": None} if self._body.logprobs else None
+        logprobs = {"content": content, "refusal": None} if self.body.logprobs else None
         return {"logprobs": logprobs, "finish_reason": piece.finish}
 
     def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
@@ -255,32 +252,42 @@ class ResponseAnswers(Answers):
     """The one answer as it grows."""
 
     prefix, kind = "resp_", "response"
+    _told = 0  # events
 
     def whole(self) -> dict[str, Any]:
         return self._response(self._status, [self._message(self._status, [self._part])])
 
-    async def events(self, first: First, deltas: Deltas) -> Events:
-        """The events of OpenAI's stream, in their order and numbered; None where nothing has come for a while."""
-        numbers = iter(range(1 << 62))
+    def opening(self) -> list[dict[str, Any]]:
+        """The first events of OpenAI's stream, in their order and numbered."""
+        begun = self._response("in_progress", [])
+        return [
+            *(self._event(kind, response=begun) for kind in ("created", "in_progress")),
+            self._event("output_item.added", output_index=0, item=self._message("in_progress", [])),
+            self._event("content_part.added", **self._place, part=self._part),
+        ]
 
-        def event(kind: str, **fields: Any) -> dict[str, Any]:
-            return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
+    def step(self, piece: Piece) -> dict[str, Any] | None:
+        if not piece.text:
+            return None
+        return self._event("output_text.delta", **self._place, delta=piece.text, logprobs=[])
 
-        part = ITEM | {"item_id": self._message("", [])["id"]}
-        for kind in ("created", "in_progress"):
-            yield event(kind, response=self._response("in_progress", []))
-        yield event("output_item.added", output_index=0, item=self._message("in_progress", []))
-        yield event("content_part.added", **part, part=self._part)
-        async with aclosing(deltas):
-            async for number, delta in after(first, deltas):
-                if delta is None:
-                    yield None
-                elif text := self.add(number, delta).text:
-                    yield event("output_text.delta", **part, delta=text, logprobs=[])
-        yield event("output_text.done", **part, text=self._part["text"], logprobs=[])
-        yield event("content_part.done", **part, part=self._part)
-        yield event("output_item.done", output_index=0, item=self._message(self._status, [self._part]))
-        yield event(self._status, response=self.whole())
+    def ending(self) -> list[dict[str, Any]]:
+        item = self._message(self._status, [self._part])
+        return [
+            self._event("output_text.done", **self._place, text=self._part["text"], logprobs=[]),
+            self._event("content_part.done", **self._place, part=self._part),
+            self._event("output_item.done", output_index=0, item=item),
+            self._event(self._status, response=self.whole()),
+        ]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._told += 1
+        return {"type": f"response.{kind}", "sequence_number": self._told - 1, **fields}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Where its one part is: in one item."""
+        return {"output_index": 0, "content_index": 0, "item_id": self._message("", [])["id"]}
 
     @property
     def _status(self) -> str:
@@ -295,8 +302,7 @@ class ResponseAnswers(Answers):
         return own | {"status": status, "content": parts}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        body = self._body
-        assert isinstance(body, ResponsesBody)
+        body = self.body
         said = ("instructions", "max_output_tokens", "temperature", "top_p")
         return {
             "id": self._head["id"],

@@ -8,7 +8,6 @@ A second signal does so too, a third ends everything at once.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import errno
 import json
@@ -17,8 +16,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import uvicorn
@@ -185,14 +184,8 @@ class DrainingServer(uvicorn.Server):
         self._server, self._drain_s, self._listener = server, drain_s, listener
         self._closing = False
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._drain, number)
-        yield
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        asyncio.get_running_loop().call_soon_threadsafe(self._drain, sig)
 
     def _drain(self, number: int) -> None:
         if self._server.draining.is_set() or number == signal.SIGINT:

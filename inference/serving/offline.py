@@ -49,6 +49,18 @@ def open_text_model(path: Path | str, family: str, options: BackendOptions) -> t
     return loaded, Tokenizer.load(loaded.tokenizer)
 
 
+def open_reader(
+    path: Path | str, options: BackendOptions, prompt: str | None = None
+) -> tuple[Loaded, Reader]:
+    """The BERT at `path`, with this prompt (one of its own, or a text) before every text, and what reads texts for it.
+    Raises as `open_text_model` does.
+    """
+    loaded, tokenizer = open_text_model(path, "bert", options)
+    loaded = dataclasses.replace(loaded, sentence=loaded.sentence.prompted(prompt))
+    context = loaded.sentence.context(loaded.backend.context)
+    return loaded, Reader(tokenizer, context, loaded.backend.vocab_size)
+
+
 def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Job:
     """Continue `prompt` as a job without one says, at most to the context's end. Raises WrongUse when it fills it."""
     ids = prompt_ids(tokenizer, prompt)
@@ -82,13 +94,12 @@ def embed_texts(
 
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     """
-    loaded, tokenizer = open_text_model(path, "bert", options)
-    sentence = loaded.sentence.prompted(prompt)
-    context = sentence.context(loaded.backend.context)
-    reader = Reader(tokenizer, context, loaded.backend.vocab_size)
-    named = {f"text {number}: {text[:60]}": sentence.text(text) for number, text in enumerate(texts, 1)}
+    loaded, reader = open_reader(path, options, prompt)
+    named = {
+        f"text {number}: {text[:60]}": loaded.sentence.text(text) for number, text in enumerate(texts, 1)
+    }
     rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
-    return embed(loaded.backend, rows, tokenizer.pad_id or 0, sentence.output())
+    return embed(loaded.backend, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
 
 
 def generate_file(
@@ -123,13 +134,14 @@ def embed_file(
     makes records of its pieces, each with its number as "chunk". `prompt`: one of the model's, or a text.
     Returns counts and raises as `generate_file` does.
     """
-    loaded, tokenizer = open_text_model(path, "bert", options)
-    loaded = dataclasses.replace(loaded, sentence=loaded.sentence.prompted(prompt))
-    reader = Reader(tokenizer, loaded.sentence.context(loaded.backend.context), loaded.backend.vocab_size)
-    given: dict[str, Any] = {"model": loaded.input.hash, "field": field} | (
-        {"truncate": True} if truncate else {}
-    )
-    given |= {"prompt": prompt, "chunk": chunk} if chunk or prompt else {}
+    loaded, reader = open_reader(path, options, prompt)
+    given = {
+        "model": loaded.input.hash,
+        "field": field,
+        "truncate": truncate,
+        "prompt": prompt,
+        "chunk": chunk,
+    }
     cut = partial(reader.chunks, prompt=loaded.sentence.prompt) if chunk else None
     how = truncate or chunk, field
     return _run(source, out, given, field, lambda records: _embed(loaded, reader, records, *how), cut)
@@ -228,8 +240,8 @@ def _resume(partial: Path, identity: str) -> dict[int, int]:
     return places
 
 
-class Answering(msgspec.Struct):
-    """What a line may say of its answers, beside their sampling."""
+class Answering(Sampling, frozen=True, kw_only=True):
+    """What a line may say of its answers."""
 
     max_tokens: int
     stop: str | tuple[str, ...]
@@ -240,21 +252,19 @@ def _with_own(like: Job, record: dict[str, Any]) -> Job:
     """The job with a line's own settings. Raises WrongUse for what is none or out of range."""
     for name in record:
         _warn_misspelt(name)
+    given = {"max_tokens": like.max_tokens, "stop": like.stop, "samples": like.n} | asdict(like.sampling)
     try:
-        given = (Answering(like.max_tokens, like.stop, like.n), like.sampling)
-        settings = [{name: record.get(name, value) for name, value in asdict(one).items()} for one in given]
-        own = msgspec.convert(settings[0], Answering)
-        sampling = msgspec.convert(settings[1], Sampling)
+        own = msgspec.convert({name: record.get(name, value) for name, value in given.items()}, Answering)
     except msgspec.ValidationError as error:
         raise WrongUse("a setting is not what it should be", why=str(error)) from error
     stop = (own.stop,) if isinstance(own.stop, str) else own.stop
-    return replace(like, max_tokens=own.max_tokens, stop=stop, n=own.samples, sampling=sampling)
+    return replace(like, max_tokens=own.max_tokens, stop=stop, n=own.samples, sampling=own)
 
 
 @lru_cache(1024)  # told once
 def _warn_misspelt(name: str) -> None:
     """A line's other fields are carried along; one that looks like a setting may have been meant to be one."""
-    known = [*Answering.__struct_fields__, *Sampling.__struct_fields__]
+    known = Answering.__struct_fields__
     if name not in known and (near := get_close_matches(name.lower(), known, 1, 0.8)):
         warn(f"the field {name!r} is no setting and is carried along; did you mean {near[0]}?")
 

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,24 +11,14 @@ from starlette.responses import Response
 
 from ...core.backend import log_softmax
 from ...core.errors import WrongUse
-from .api_types import (
-    ClassifyBody,
-    DetokenizeBody,
-    EmbedBody,
-    EmbeddingBody,
-    FillMaskBody,
-    RankBody,
-    RerankBody,
-    ScoreBody,
-    TokenizeBody,
-)
+from . import api_types as api
 from .calls import Call, json_response
 from .encoding import Encoding, check_known, unit
 
-Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
+Read = list[dict[str, np.ndarray]]
 
 
-async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
+async def embeddings(call: Call, body: api.EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
 
     def entry(i: int, vector_H: np.ndarray) -> dict[str, Any]:
@@ -35,21 +26,22 @@ async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
         value = floats if body.encoding_format == "base64" else vector_H.tolist()
         return {"object": "embedding", "index": i, "embedding": value}
 
-    texts, data = await _embedded(call, body.input, body, entry)
-    return _list(call, data, texts)
+    return _list(call, await _embedded(call, body.input, body, entry))
 
 
-async def embed(call: Call, body: EmbedBody) -> Response:
+async def embed(call: Call, body: api.EmbedBody) -> Response:
     """Embed texts with a BERT, as Text Embeddings Inference answers."""
-    _, data = await _embedded(call, body.inputs, body, lambda _, vector: vector.tolist())
-    return json_response(data)
+    return json_response(await _embedded(call, body.inputs, body, lambda _, vector: vector.tolist()))
 
 
 async def _embedded(
-    call: Call, given: list[Any], body: EmbeddingBody | EmbedBody, told: Callable[[int, np.ndarray], Any]
-) -> tuple[list[Encoding], list[msgspec.Raw]]:
-    want = call.model.sentence.output(body.pooling if isinstance(body, EmbeddingBody) else None)
-    texts, answers = await _read_all(call, given, want, body.truncate, body.prompt_name)
+    call: Call,
+    given: list[Any],
+    body: api.EmbeddingBody | api.EmbedBody,
+    told: Callable[[int, np.ndarray], Any],
+) -> list[msgspec.Raw]:
+    want = call.model.sentence.output(body.pooling if isinstance(body, api.EmbeddingBody) else None)
+    answers = await _read_all(call, given, want, body.truncate, body.prompt_name)
     vectors = [answer[want][: body.dimensions] for answer in answers]
     if body.dimensions is not None and body.dimensions > len(answers[0][want]):
         why = f"{body.dimensions} > {len(answers[0][want])}"
@@ -59,75 +51,74 @@ async def _embedded(
         scaled = map(unit, vectors) if body.normalize else vectors
         return [msgspec.Raw(msgspec.json.encode(told(i, vector))) for i, vector in enumerate(scaled)]
 
-    return texts, await call.beside(sum(map(len, vectors)), data)
+    return await call.beside(sum(map(len, vectors)), data)
 
 
-async def fill_mask(call: Call, body: FillMaskBody) -> dict[str, Any]:
+async def fill_mask(call: Call, body: api.FillMaskBody) -> dict[str, Any]:
     """The most probable tokens for every mask in a text, with a BERT."""
     reader = call.model.reader
-    texts, answers = await _read(call, len(body.input), lambda: [reader.masked(body.input, body.top_k)])
-    decode, positions, best_NK = reader.tokenizer.decode, texts[0].ask, answers[0]["ids"]
+    masked = await call.beside(len(body.input), lambda: reader.masked(body.input, body.top_k))
+    (answer,) = await _read(call, [masked])
+    decode, positions, best_NK = reader.tokenizer.decode, masked.ask, answer["ids"]
     data = []
-    for index, (ids, shares) in enumerate(zip(best_NK.tolist(), answers[0]["probabilities"].tolist())):
+    for index, (ids, shares) in enumerate(zip(best_NK.tolist(), answer["probabilities"].tolist())):
         found = [{"id": i, "text": decode([i]), "probability": share} for i, share in zip(ids, shares)]
         position = int(positions[index])
         data.append({"object": "mask", "index": index, "position": position, "candidates": found})
-    filled = texts[0].ids.copy()
+    filled = masked.ids.copy()
     filled[positions] = best_NK[:, 0]
     framing = (reader.tokenizer.cls_id, reader.tokenizer.sep_id)
     text = decode([i for i in filled if i not in framing])  # with the best in place
-    return _list(call, data, texts) | {"text": text}
+    return _list(call, data) | {"text": text}
 
 
-async def classify(call: Call, body: ClassifyBody) -> dict[str, Any]:
+async def classify(call: Call, body: api.ClassifyBody) -> dict[str, Any]:
     """The class of each text, with a BERT that has been fine-tuned to classify."""
-    texts, answers = await _read_all(call, body.input, "class_logits")
+    answers = await _read_all(call, body.input, "class_logits")
     names = call.model.facts["classes"]
     data = []
     for index, answer in enumerate(answers):
         shares = _shares(answer["class_logits"])
         label = names[int(shares.argmax())]
         data.append({"index": index, "label": label, "probs": shares.tolist(), "num_classes": len(names)})
-    return _list(call, data, texts)
+    return _list(call, data)
 
 
-async def rerank(call: Call, body: RerankBody) -> dict[str, Any]:
+async def rerank(call: Call, body: api.RerankBody) -> dict[str, Any]:
     """Documents by their score beside a query: the sigmoid of a single class, or the share of the last."""
-    texts, scores = await _scored(call, [body.query], body.documents, body.truncate)
+    scores = await _scored(call, [body.query], body.documents, body.truncate)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     text = [{"document": {"text": one}} if body.return_documents else {} for one in body.documents]
     results = [{"index": i, "relevance_score": scores[i]} | text[i] for i in order]
-    return {"model": call.model.name, "results": results, "usage": _usage(texts)}
+    return {"model": call.model.name, "results": results, "usage": _usage(call)}
 
 
-async def rank(call: Call, body: RankBody) -> Response:
+async def rank(call: Call, body: api.RankBody) -> Response:
     """Texts by their score beside a query, as Text Embeddings Inference answers."""
-    _, scores = await _scored(call, [body.query], body.texts, body.truncate)
+    scores = await _scored(call, [body.query], body.texts, body.truncate)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     text = [{"text": one} if body.return_text else {} for one in body.texts]
     return json_response([{"index": i, "score": scores[i]} | text[i] for i in order])
 
 
-async def score(call: Call, body: ScoreBody) -> dict[str, Any]:
+async def score(call: Call, body: api.ScoreBody) -> dict[str, Any]:
     """The score of each text beside another: as `rerank` has it or, without classes, the cosine of embeddings."""
     ones, others = body.text_1, body.text_2
     if len(ones) not in (1, len(others)):
         raise WrongUse("texts do not pair", where="text_1", why=f"{len(ones)} beside {len(others)}")
     if call.model.facts.get("classes"):
-        texts, scores = await _scored(call, ones, others, False)
+        scores = await _scored(call, ones, others, False)
     else:
         want = call.model.sentence.output(None)
-        texts, answers = await _read_all(call, [*ones, *others], want)
+        answers = await _read_all(call, [*ones, *others], want)
         vectors = [unit(answer[want]) for answer in answers]
         first = vectors[: len(ones)] * (len(others) // len(ones))
         scores = [float(one @ other) for one, other in zip(first, vectors[len(ones) :])]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-    return _list(call, data, texts)
+    return _list(call, data)
 
 
-async def _scored(
-    call: Call, queries: list[Any], documents: list[Any], truncate: bool
-) -> tuple[list[Encoding], list[float]]:
+async def _scored(call: Call, queries: list[Any], documents: list[Any], truncate: bool) -> list[float]:
     """The score of each document beside the query if there is one, else beside its own."""
     reader = call.model.reader
 
@@ -137,12 +128,12 @@ async def _scored(
         named = [{"query": query, "documents": document} for query, document in pairs]
         return [reader.frame(one, truncate, want=("class_logits",)) for one in named]
 
-    texts, answers = await _read(call, sum(map(len, [*queries, *documents])), frames)
+    answers = await _read(call, await call.beside(sum(map(len, [*queries, *documents])), frames))
     logits = [answer["class_logits"].astype(np.float64) for answer in answers]
-    return texts, [float(1 / (1 + np.exp(-one[0])) if len(one) == 1 else _shares(one)[-1]) for one in logits]
+    return [float(1 / (1 + np.exp(-one[0])) if len(one) == 1 else _shares(one)[-1]) for one in logits]
 
 
-async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
+async def tokenize(call: Call, body: api.TokenizeBody) -> dict[str, Any]:
     """The ids of a text."""
     model = call.model
 
@@ -158,7 +149,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
     return {"tokens": tokens, "count": count, "max_model_len": model.facts["context"]}
 
 
-async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
+async def detokenize(call: Call, body: api.DetokenizeBody) -> dict[str, Any]:
     """The text of ids."""
     check_known(body.tokens, call.model.facts["vocab_size"], "tokens")
     return {"prompt": await call.beside(len(body.tokens), lambda: call.model.tokenizer.decode(body.tokens))}
@@ -167,23 +158,22 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
 async def _read_all(
     call: Call, texts: list[Any], want: str, truncate: bool = False, prompt: str | None = None
 ) -> Read:
-    """The texts of a body, and this output of the model for each."""
-    return await _read(call, sum(map(len, texts)), lambda: call.model.frames(texts, want, truncate, prompt))
+    """This output of the model for each text of a body."""
+    make = partial(call.model.frames, texts, want, truncate, prompt)
+    return await _read(call, await call.beside(sum(map(len, texts)), make))
 
 
-async def _read(call: Call, characters: int, make: Callable[[], list[Encoding]]) -> Read:
-    texts = await call.beside(characters, make)
-    return texts, await call.unless_gone(call.model.read(texts, call.watch))
+async def _read(call: Call, texts: list[Encoding]) -> Read:
+    return await call.unless_gone(call.model.read(texts, call.watch))
 
 
 def _shares(logits_C: np.ndarray) -> np.ndarray:
     return np.exp(log_softmax(logits_C.astype(np.float64)))
 
 
-def _list(call: Call, data: Sequence[Any], texts: Sequence[Encoding]) -> dict[str, Any]:
-    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
+def _list(call: Call, data: Sequence[Any]) -> dict[str, Any]:
+    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(call)}
 
 
-def _usage(texts: Sequence[Encoding]) -> dict[str, int]:
-    tokens = sum(len(text.ids) for text in texts)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+def _usage(call: Call) -> dict[str, int | None]:
+    return {"prompt_tokens": call.watch.prompt_tokens, "total_tokens": call.watch.prompt_tokens}

@@ -184,7 +184,8 @@ class ServedModel:
                 assert isinstance(made, Made)
                 for delta in made.deltas:
                     watch.token(number, delta.at_s, made.began_s, made.batch, delta.token is not None)
-                    watch.cached += delta.cached_tokens or 0
+                    if number % jobs[0].n == 0:  # copies of an answer find its prompt read
+                        watch.cached += delta.cached_tokens or 0
                     yield number, delta
 
     # --- reading ---

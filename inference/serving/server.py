@@ -27,7 +27,7 @@ from ...core.console import warn
 from ...core.errors import ThroughlineError
 from .accounts import Key, Watch, find_key
 from .api_types import ModelBody
-from .calls import Endpoint, Server, error_body, json_response, post, told, with_body
+from .calls import Endpoint, Server, json_response, post, told, with_body
 from .completions import chat, completions, responses
 from .readings import classify, detokenize, embed, embeddings, fill_mask, rank, rerank, score, tokenize
 
@@ -71,7 +71,7 @@ def build_app(
         return schema
 
     routes.append(Route("/openapi.json", described))
-    on_error: dict[Any, Any] = {HTTPException: _http, ThroughlineError: _ours}
+    on_error: dict[Any, Any] = dict.fromkeys((HTTPException, ThroughlineError), _failed)
     layers = [Middleware(Guard, server, keys, hosts)]
     if origins:
         allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"]}
@@ -207,13 +207,13 @@ class Guard:
             self._let_in(scope, headers, watch)
             await self.app(scope, receive, answer)
         except HTTPException as error:
-            await _told(error)(scope, receive, answer)
+            await told(error)(scope, receive, answer)
         except Exception as error:
             watch.fault = type(error).__name__
             warn(f"request {name}: {watch.fault}")
             if status is None:
                 message = f"a fault of the server; its log has the request id {name}"
-                await _told(HTTPException(500, message))(scope, receive, answer)
+                await told(HTTPException(500, message))(scope, receive, answer)
         finally:
             self.server.held -= watch.held
             path = getattr(scope.get("route"), "path", None)
@@ -244,18 +244,10 @@ async def _pass_over(receive: Receive) -> None:
                 pass
 
 
-def _told(error: HTTPException) -> Response:
-    return json_response(error_body(error.status_code, error.detail), error.status_code, error.headers)
-
-
-async def _http(request: Request, error: Any) -> Response:
-    if error.detail == "Not Found":  # Starlette's own: no route
+async def _failed(request: Request, error: Any) -> Response:
+    if getattr(error, "detail", "") == "Not Found":  # Starlette's own: no route
         path = request.url.path[:200]
         error.detail = f"there is no {path}; /openapi.json lists the endpoints, / is a page to try them"
-    return _told(error)
-
-
-async def _ours(request: Request, error: Any) -> Response:
     response = told(error)
     if response.status_code == 500:
         request.state.watch.fault = type(error).__name__
