@@ -9,7 +9,7 @@
 # Triton 999). Sizes of built images are to be added where an engine built them.
 # Each runs as a user without rights; models are mounted at /models.
 
-FROM python:3.11.13-slim-bookworm AS base
+FROM python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1 AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN useradd --create-home --uid 10001 throughline && mkdir /models && chown throughline /models
 WORKDIR /opt/throughline

@@ -131,7 +131,9 @@ def serve(
     tokens = None if max_tokens is None else _range(max_tokens, "--max-tokens")
     read = loads.read_asks(file) if file else None
     target = loads.Target(url, endpoint, model, os.environ.get(api_key_variable))
-    room = loads.fitting(MADE, target.context)
+    # Words are one to three tokens, and the answer takes its part.
+    most = max(target.context // 4, 1) if target.context else MADE[1]
+    room = (min(MADE[0], most), min(MADE[1], most))
     asks = read or loads.seeded(endpoint, count, seed, words or room, tokens or room)
     asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
@@ -174,27 +176,25 @@ def doctor() -> None:
     wanted = _wanted()
     packages = {name: installed(name) for name in wanted}
     compiler = shutil.which("g++") or shutil.which("clang++")
+    gpus = []
+    for gpu in machine.gpus:
+        memory = console.amount(gpu.memory_bytes, "B")
+        gpus.append(f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {memory}, driver {gpu.driver}")
+    environment = sorted(os.environ.items())
+    network = {name: value for name, value in environment if name.startswith(("NCCL_", "GLOO_"))}
+    shown = " ".join(f"{name}={value}" for name, value in network.items())
+    nodes = [sorted(cores) for cores in numa_nodes()]
+    bound = ": launch binds its processes to them" if len(nodes) > 1 else ""
     lines = [
         f"throughline {version()}, Python {platform.python_version()}, {platform.platform()}",
         f"CPU   {machine.cpu.name}, {machine.cpu.cores} cores, {console.amount(machine.cpu.memory_bytes, 'B')}, "
         f"native {' '.join(machine.cpu.dtypes)}",
+        *(gpus or ["GPU   none (training, export and serving run on the CPU)"]),
+        f"NUMA  memory nodes: {len(nodes) or 'unknown'}{bound}",
+        f"net   {shown or 'no NCCL_ or GLOO_ variable is set'}",
+        f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here",
+        f"C++   {compiler or 'no compiler: torch.compile is off, steps run eagerly'}",
     ]
-    for gpu in machine.gpus:
-        memory = console.amount(gpu.memory_bytes, "B")
-        lines.append(
-            f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {memory}, driver {gpu.driver}"
-        )
-    if not machine.gpus:
-        lines.append("GPU   none (training, export and serving run on the CPU)")
-    environment = sorted(os.environ.items())
-    network = {name: value for name, value in environment if name.startswith(("NCCL_", "GLOO_"))}
-    nodes = [sorted(cores) for cores in numa_nodes()]
-    bound = ": launch binds its processes to them" if len(nodes) > 1 else ""
-    lines.append(f"NUMA  memory nodes: {len(nodes) or 'unknown'}{bound}")
-    shown = " ".join(f"{name}={value}" for name, value in network.items())
-    lines.append(f"net   {shown or 'no NCCL_ or GLOO_ variable is set'}")
-    lines.append(f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here")
-    lines.append(f"C++   {compiler or 'no compiler: torch.compile is off, steps run eagerly'}")
     for name, extra in wanted.items():
         missing = f"not installed (optional: pip install '.[{extra}]' in the clone)" if extra else "MISSING"
         lines.append(f"  {name:<28}{packages[name] or missing}")

@@ -15,6 +15,9 @@ yaml = pytest.importorskip("yaml")
 INSTRUCTIONS = re.compile(
     "FROM|RUN|CMD|LABEL|EXPOSE|ENV|ADD|COPY|ENTRYPOINT|VOLUME|USER|WORKDIR|ARG|ONBUILD|STOPSIGNAL|HEALTHCHECK|SHELL"
 )
+PINNED = re.compile(
+    r".+:v?\d[\w.-]*@sha256:[0-9a-f]{64}"
+)  # a tag says which, a digest that it stays the same
 Stage = list[tuple[str, str]]
 
 
@@ -39,7 +42,7 @@ def problems(text: str) -> list[str]:
     said = []
     for name, stage in stages(text).items():
         base = stage[0][1].split()[-1]
-        if ":" not in base or base.endswith(":latest"):
+        if not PINNED.fullmatch(base):
             said.append(f"{name}: {base} is not pinned")
         for word, rest in stage:
             if word == "ADD":
@@ -119,7 +122,7 @@ def test_compose_serves_and_watches() -> None:
                 name
             )
         else:
-            assert re.fullmatch(r".+:v?\d[\w.]*", service["image"]), f"{name} is not pinned"
+            assert PINNED.fullmatch(service["image"]), f"{name} is not pinned"
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert source.startswith("${") or (ROOT / source).exists(), f"{name}: {source}"
@@ -134,6 +137,7 @@ def test_compose_serves_and_watches() -> None:
     ("text", "said"),
     [
         ("FROM python\n", "not pinned"),
+        ("FROM python:3.11.13-slim\n", "not pinned"),
         ("FROM a:1\nRUN pip install torch\n", "without versions"),
         ('FROM a:1\nENTRYPOINT ["x"]\n', "runs as root"),
         ("FROM a:1\nUSER me\nCMD x y\n", "does not pass signals"),

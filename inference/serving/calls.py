@@ -24,7 +24,7 @@ from ...core.errors import Failed, ThroughlineError, WrongUse, did_you_mean
 from ...core.hardware import usable_cores
 from .accounts import ServerLimits, Telemetry, Watch
 from .api_types import Body, Ids, Text, Texts
-from .catalogue import Catalogue, absent
+from .catalogue import Catalogue
 from .served import ServedModel
 
 INLINE = 4000  # characters or numbers, that the event loop reads or writes in a millisecond
@@ -121,9 +121,7 @@ class Server:
         """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or WrongUse."""
         tokens_only, wanted = endpoint in ("/tokenize", "/detokenize"), SAME.get(endpoint, endpoint)
         fitting = [model for model in self.models if tokens_only or wanted in model.endpoints]
-        named = fitting if name is None else [model for model in self.models if model.name == name]
-        if name is not None and not named:
-            raise absent(name)
+        named = fitting if name is None else [self.catalogue.find(name)]
         if len(named) != 1:
             if waiting := next((model for model in self.models if not model.ready), None):
                 waiting.free(0)
@@ -223,7 +221,7 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
         if "unknown field" not in str(error):
             raise WrongUse("the body cannot be read", where="body", why=str(error)) from None
         name = str(error).split("`")[1][:100]
-        fix = did_you_mean(name, [*fields, *kind.missing], f"known: {', '.join(fields)}")
+        fix = did_you_mean(name, fields, f"known: {', '.join(fields)}")
         raise WrongUse(f"unknown field {name!r}", where=name, fix=fix) from None
     problems, kept = {}, {}
     for name in given.__struct_fields__:

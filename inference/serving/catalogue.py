@@ -106,7 +106,7 @@ class Catalogue:
         """The model of that name. Raises HTTPException 404."""
         found = next((model for model in self.models if model.name == name), None)
         if found is None:
-            raise absent(name)
+            raise HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")
         return found
 
     def describe(self) -> list[dict[str, Any]]:
@@ -198,8 +198,3 @@ class Catalogue:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def absent(name: str) -> HTTPException:
-    """There is no model of that name."""
-    return HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")

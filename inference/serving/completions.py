@@ -61,7 +61,6 @@ async def generated(call: Call, answers: "Answers") -> Response | dict[str, Any]
     deltas = call.model.generate(answers.jobs, call.watch)
     if not answers.body.stream:
         await call.unless_gone(answers.take(deltas))
-        call.watch.finished()
         return await call.beside(answers.size, answers.whole)
     # The first delta is awaited here, for a while: a full queue is a 429, not an error inside a 200.
     try:
@@ -92,7 +91,6 @@ async def _events(
         except StopAsyncIteration:
             for event in answers.ending():
                 yield _event(event)
-            call.watch.finished()
         except TimeoutError:
             yield _event(error_body(504, "the answer took too long"))
         except Failed as error:

@@ -75,12 +75,6 @@ def read_asks(path: Path) -> list[Ask]:
     return asks
 
 
-def fitting(span: tuple[int, int], context: int | None) -> tuple[int, int]:
-    """The range, cut to a quarter of the context: words are one to three tokens, and the answer takes its part."""
-    most = max(context // 4, 1) if context else span[1]
-    return min(span[0], most), min(span[1], most)
-
-
 class Target:
     """A server: where it is, which model, which key. Raises WrongUse for an address that is none.
 
@@ -232,9 +226,11 @@ def load_lines(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any
     titles |= {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s", "generated_per_s": "made/s"}
     for key, title in (("first", "first"), ("gap", "between"), ("total", "whole")):
         titles |= {f"{key}_p{share}_ms": f"{title} p{share} ms" for share in (50, 99)}
-    refused = [", ".join(f"{count} x {status}" for status, count in row["not"].items()) for row in rows]
-    shown = [row | {"refused": text or "0"} for row, text in zip(rows, refused)]
-    return list(titles.values()), [[row[key] for key in titles] for row in shown]
+    cells = []
+    for row in rows:
+        refused = ", ".join(f"{count} x {status}" for status, count in row["not"].items()) or "0"
+        cells.append([(row | {"refused": refused})[key] for key in titles])
+    return list(titles.values()), cells
 
 
 def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:

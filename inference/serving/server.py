@@ -65,12 +65,7 @@ def build_app(
 
     routes = [*(post(server, path, endpoint) for path, endpoint in ENDPOINTS.items()), *_status(server)]
     routes += _management(server) if server.catalogue.directory else []
-    schema = json_response(openapi(routes))
-
-    async def described(request: Request) -> Response:
-        return schema
-
-    routes.append(Route("/openapi.json", described))
+    routes.append(Route("/openapi.json", json_response(openapi(routes)), methods=["GET"]))
     on_error: dict[Any, Any] = dict.fromkeys((HTTPException, ThroughlineError), _failed)
     layers = [Middleware(Guard, server, keys, hosts)]
     if origins:
@@ -97,11 +92,9 @@ def _management(server: Server) -> list[Route]:
 
 
 def _status(server: Server) -> list[Route]:
+    policy = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-
-    async def index(request: Request) -> Response:
-        policy = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+    index = HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     async def health(request: Request) -> Response:
         """The process answers."""
@@ -111,12 +104,10 @@ def _status(server: Server) -> list[Route]:
         """Every model answers; 503 while one loads or the server drains."""
         waiting = [model.name for model in server.models if not model.ready]
         draining = server.draining.is_set()
-        counts = {
-            name: {model.name: model.count(name) for model in server.models}
-            for name in ("accepted", "queued", "active")
-        }
         fit = not waiting and not draining
-        state = {"ready": fit, "waiting_for": waiting, "draining": draining, **counts}
+        state: dict[str, Any] = {"ready": fit, "waiting_for": waiting, "draining": draining}
+        for name in ("accepted", "queued", "active"):
+            state[name] = {model.name: model.count(name) for model in server.models}
         return json_response(state, 200 if fit else 503)
 
     async def metrics(request: Request) -> Response:
@@ -132,7 +123,7 @@ def _status(server: Server) -> list[Route]:
         return json_response(server.catalogue.find(request.path_params["name"]).describe())
 
     return [
-        Route("/", index, include_in_schema=False),
+        Route("/", index, methods=["GET"], include_in_schema=False),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),

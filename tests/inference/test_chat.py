@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.serving.api_types import Message
-from throughline.inference.serving.chat import ChatTemplate
+from throughline.inference.serving.served import ChatTemplate
 
 
 def test_a_conversation_becomes_the_ids_that_transformers_makes(chat_dir: Path) -> None:

@@ -17,7 +17,7 @@ from throughline.inference.exports import export, export_engine, gguf_export, ha
 from throughline.inference.graphs import real_text as calibration
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import find_model, open_model
-from throughline.inference.serving.chat import ChatTemplate
+from throughline.inference.serving.served import ChatTemplate
 
 VALUES = {
     "precision": "fp16",
