@@ -84,8 +84,8 @@ async def _events(
                 number, delta = come
                 if delta is None:
                     yield b": the answer goes on\n\n"
-                elif (event := answers.step(answers.add(number, delta))) is not None:
-                    yield _event(event)
+                elif (said := answers.step(answers.add(number, delta))) is not None:
+                    yield _event(said)
                 async with asyncio.timeout_at(call.deadline_s):
                     come = await anext(deltas)
         except StopAsyncIteration:
