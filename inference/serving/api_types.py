@@ -8,7 +8,7 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from ...core.errors import WrongUse
 from ..runtimes.sampling import Sampling
@@ -251,27 +251,22 @@ class ResponsesBody(Generation, kw_only=True):
             self.response_format = ResponseFormat(type=shape.type, json_schema=schema)
 
 
-class Embedding(Body):
-    """What both endpoints of embeddings share."""
+class EmbeddingBody(Body, kw_only=True):
+    """POST /v1/embeddings."""
 
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Pooling | None = None
     dimensions: First | None = None
     truncate: Cut = False
     prompt_name: Prompt | None = None
     normalize: Annotated[bool, Meta(description="Scale each vector to length 1.")] = True
 
 
-class EmbeddingBody(Embedding, kw_only=True):
-    """POST /v1/embeddings."""
-
-    input: Texts
-    encoding_format: Literal["float", "base64"] = "float"
-    pooling: Pooling | None = None
-
-
-class EmbedBody(Embedding, kw_only=True):
+class EmbedBody(EmbeddingBody, kw_only=True):
     """POST /embed, as Text Embeddings Inference has it."""
 
-    inputs: Texts
+    input: Texts = field(name="inputs")
 
 
 class FillMaskBody(Body, kw_only=True):
@@ -297,13 +292,11 @@ class RerankBody(Body, kw_only=True):
     truncate: Cut = False
 
 
-class RankBody(Body, kw_only=True):
+class RankBody(RerankBody, kw_only=True):
     """POST /rerank, as Text Embeddings Inference has it."""
 
-    query: Text
-    texts: Annotated[list[Text], Meta(min_length=1)]
-    return_text: bool = False
-    truncate: Cut = False
+    documents: Annotated[list[Text], Meta(min_length=1)] = field(name="texts")
+    return_documents: bool = field(name="return_text", default=False)
 
 
 class ScoreBody(Body, kw_only=True):

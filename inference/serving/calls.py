@@ -225,18 +225,20 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
         raise WrongUse(f"unknown field {name!r}", where=name, fix=fix) from None
     problems, kept = {}, {}
     for name in given.__struct_fields__:
-        raw = bytes(getattr(given, name)).strip()
-        if raw != b"null":
-            try:
-                kept[name] = _value(name, fields.get(name), raw, limits)
-            except UNREADABLE as error:
-                problems[name] = str(error)
-        elif name in fields and fields[name].required:
-            problems[name] = "Field required"
-    for name, neutral in kind.missing.items():
-        if name not in fields and name in kept and kept.pop(name) not in neutral:
-            worth = " or ".join(map(repr, neutral))
-            fix = f"leave it out{f' or give {worth}' if worth else ''}"
+        raw, field = bytes(getattr(given, name)).strip(), fields.get(name)
+        if raw == b"null":
+            if field and field.required:
+                problems[name] = "Field required"
+            continue
+        try:
+            value = _value(name, field, raw, limits)
+        except UNREADABLE as error:
+            problems[name] = str(error)
+            continue
+        if field:
+            kept[field.name] = value
+        elif value not in kind.missing[name]:
+            fix = " or give ".join(["leave it out", *map(repr, kind.missing[name])])
             raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
     if problems:
         said = [f"{name}: {why}" for name, why in problems.items()][:MOST_PROBLEMS]
@@ -247,7 +249,7 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
 @lru_cache(None)  # evaluating the annotations takes longer than reading a small body
 def _read_by(kind: type[Body]) -> tuple[dict[str, Any], Any]:
     """The fields of a body, and what reads each as bytes, up to the first that is unknown."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     parts: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in {**fields, **kind.missing}]
     return fields, msgspec.json.Decoder(msgspec.defstruct("Parts", parts, forbid_unknown_fields=True))
 

@@ -1,7 +1,7 @@
 """The endpoints that read: embeddings, fill-mask, classify and rerank with a BERT, tokenize with any model."""
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,38 +20,31 @@ Read = list[dict[str, np.ndarray]]
 
 async def embeddings(call: Call, body: api.EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
-
-    def entry(i: int, vector_H: np.ndarray) -> dict[str, Any]:
-        floats = base64.b64encode(vector_H.astype("<f4").tobytes()).decode()  # little end first
-        value = floats if body.encoding_format == "base64" else vector_H.tolist()
-        return {"object": "embedding", "index": i, "embedding": value}
-
-    return _list(call, await _embedded(call, body.input, body, entry))
+    vectors = enumerate(await _embedded(call, body))
+    return _list(call, [{"object": "embedding", "index": i, "embedding": vector} for i, vector in vectors])
 
 
 async def embed(call: Call, body: api.EmbedBody) -> Response:
     """Embed texts with a BERT, as Text Embeddings Inference answers."""
-    return json_response(await _embedded(call, body.inputs, body, lambda _, vector: vector.tolist()))
+    return json_response(await _embedded(call, body))
 
 
-async def _embedded(
-    call: Call,
-    given: list[Any],
-    body: api.EmbeddingBody | api.EmbedBody,
-    told: Callable[[int, np.ndarray], Any],
-) -> list[msgspec.Raw]:
-    want = call.model.sentence.output(body.pooling if isinstance(body, api.EmbeddingBody) else None)
-    answers = await _read_all(call, given, want, body.truncate, body.prompt_name)
+async def _embedded(call: Call, body: api.EmbeddingBody) -> list[msgspec.Raw]:
+    want = call.model.sentence.output(body.pooling)
+    answers = await _read_all(call, body.input, want, body.truncate, body.prompt_name)
     vectors = [answer[want][: body.dimensions] for answer in answers]
     if body.dimensions is not None and body.dimensions > len(answers[0][want]):
         why = f"{body.dimensions} > {len(answers[0][want])}"
         raise WrongUse("a vector has fewer dimensions", where="dimensions", why=why)
 
-    def data() -> list[msgspec.Raw]:
-        scaled = map(unit, vectors) if body.normalize else vectors
-        return [msgspec.Raw(msgspec.json.encode(told(i, vector))) for i, vector in enumerate(scaled)]
+    def told(vector_H: np.ndarray) -> msgspec.Raw:
+        vector_H = unit(vector_H) if body.normalize else vector_H
+        if body.encoding_format == "float":
+            return msgspec.Raw(msgspec.json.encode(vector_H.tolist()))
+        floats = base64.b64encode(vector_H.astype("<f4").tobytes())  # little end first
+        return msgspec.Raw(b'"%b"' % floats)
 
-    return await call.beside(sum(map(len, vectors)), data)
+    return await call.beside(sum(map(len, vectors)), lambda: [*map(told, vectors)])
 
 
 async def fill_mask(call: Call, body: api.FillMaskBody) -> dict[str, Any]:
@@ -95,10 +88,10 @@ async def rerank(call: Call, body: api.RerankBody) -> dict[str, Any]:
 
 async def rank(call: Call, body: api.RankBody) -> Response:
     """Texts by their score beside a query, as Text Embeddings Inference answers."""
-    scores = await _scored(call, [body.query], body.texts, body.truncate)
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    text = [{"text": one} if body.return_text else {} for one in body.texts]
-    return json_response([{"index": i, "score": scores[i]} | text[i] for i in order])
+    found = (await rerank(call, body))["results"]
+    return json_response(
+        [{"index": one["index"], "score": one["relevance_score"]} | one.get("document", {}) for one in found]
+    )
 
 
 async def score(call: Call, body: api.ScoreBody) -> dict[str, Any]:
