@@ -112,8 +112,7 @@ def generate_file(
     Returns counts. Raises WrongUse for a file without any request and for an OUT that is there already.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
-    given = {"sampling": repr(like.sampling), "max_tokens": like.max_tokens, "stop": like.stop}
-    given |= {"samples": like.n, "model": loaded.input.hash}
+    given = [loaded.input.hash, repr(like.sampling), like.max_tokens, like.stop, like.n]
     return _run(source, out, given, "prompt", lambda records: _generate(loaded, tokenizer, records, like))
 
 
@@ -135,13 +134,7 @@ def embed_file(
     Returns counts and raises as `generate_file` does.
     """
     loaded, reader = open_reader(path, options, prompt)
-    given = {
-        "model": loaded.input.hash,
-        "field": field,
-        "truncate": truncate,
-        "prompt": prompt,
-        "chunk": chunk,
-    }
+    given = [loaded.input.hash, field, truncate, prompt, chunk]
     cut = partial(reader.chunks, prompt=loaded.sentence.prompt) if chunk else None
     how = truncate or chunk, field
     return _run(source, out, given, field, lambda records: _embed(loaded, reader, records, *how), cut)
@@ -150,7 +143,7 @@ def embed_file(
 def _run(
     source: Path,
     out: Path,
-    settings: dict[str, Any],
+    settings: list[Any],
     field: str,
     answer: Callable[[Iterator[Record]], Iterator[Record]],
     cut: Cut = None,
@@ -166,7 +159,7 @@ def _run(
     partial = out.with_name(out.name + ".partial")
     with full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    places = _resume(partial, sha256_json([settings, sha256_file(source)]))
+    places = _resume(partial, sha256_json([*settings, sha256_file(source)]))
     resumed, errors = len(places), []
     todo = (record for record in _records(source, field, cut) if record[0] not in places)
     with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
