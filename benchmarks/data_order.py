@@ -33,10 +33,8 @@ SPECIAL = {
     "vocab_size": 30_522,
     "special_ids": tuple(range(104)),
 }
-WHOLE_WORDS = {
-    "whole_word": True,
-    "continuation_ids": tuple(range(104, 6000)),
-}  # BERT has 5,828 pieces that continue a word
+# BERT has 5,828 pieces that continue a word
+WHOLE_WORDS = {"whole_word": True, "continuation_ids": tuple(range(104, 6000))}
 
 
 class Measured(NamedTuple):

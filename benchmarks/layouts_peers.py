@@ -50,9 +50,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import ProfilerActivity, profile, schedule
 
-Step = Callable[
-    [Tensor, Tensor], Tensor
-]  # inputs and targets of this process -> its part of the batch's loss
+# inputs and targets of this process -> its part of the batch's loss
+Step = Callable[[Tensor, Tensor], Tensor]
 HALF = torch.bfloat16
 
 

@@ -124,11 +124,8 @@ def parameters(scale: Scale, pipeline_rank: int, layers: int) -> int:
     """
     c, t = scale.config, scale.layout.tensor
     first, last = pipeline_rank == 0, pipeline_rank == scale.layout.pipeline - 1
-    h, f, vocabulary = (
-        c.width,
-        c.feed_forward_size,
-        -(-c.vocab_size // t),
-    )  # the first process has the larger part
+    # the first process has the larger part
+    h, f, vocabulary = c.width, c.feed_forward_size, -(-c.vocab_size // t)
     if isinstance(c, BERTConfig):  # multi-query: the one key head is whole; no biases, norms of one vector
         d, shards = c.head_size, scale.layout.shards  # which have equal parts of all but the tables
         block = 2 * h * c.heads * d // t + 2 * h * d + 3 * h * f // t + 2 * h
@@ -150,9 +147,8 @@ def flops(scale: Scale, pipeline_rank: int, layers: int, recompute: str, predict
     head = 6 * predicted * h * c.vocab_size / t if pipeline_rank == scale.layout.pipeline - 1 else 0
     if isinstance(c, BERTConfig):
         d = c.head_size
-        token = (
-            2 * (2 * h * c.heads * d + 3 * h * c.feed_forward_size) / t + 2 * 2 * h * d
-        )  # the keys on every process
+        # the keys on every process
+        token = 2 * (2 * h * c.heads * d + 3 * h * c.feed_forward_size) / t + 2 * 2 * h * d
         core = 4 * s * c.heads * d / t
     else:
         token, core = 24 * h * h / t, 4 * s * h / t  # together 24 b s h^2 (1 + s / 6h)

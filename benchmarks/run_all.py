@@ -60,15 +60,8 @@ IN_AN_HOUR: dict[str, list[str]] = {
     "faults": ["--kills", "6"],
 }
 MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
-PARTED = (
-    "train_gpt",
-    "tokenization",
-    "eval",
-    "latency",
-    "bert_pretrain",
-    "serve",
-    "layouts",
-)  # those with --parts
+# those with --parts
+PARTED = ("train_gpt", "tokenization", "eval", "latency", "bert_pretrain", "serve", "layouts")
 # those with a make target of their own, and what trains for longer than a comparison takes: only when named, or
 # with --quick
 ON_REQUEST = ("bert_toy", "search", "prove_layouts", "prove_compression", "prove_scale", "prove_study")
@@ -162,9 +155,8 @@ def main() -> int:
             if code:
                 failed.append(name)
                 continue
-            results = (
-                json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
-            )  # as it is now: others may have written
+            # as it is now: others may have written
+            results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
             line = last_json_line(output) | {"quick": chosen.quick, "wall_s": round(seconds)}
             in_part = "--parts" in commands[name] and name in results
             results[name] = merged(results[name], line) if in_part else line

@@ -125,9 +125,8 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     if function is aten._scaled_dot_product_flash_attention.default:
         return 4 * args[0].numel() * args[1].shape[2]
     if function is aten._scaled_dot_product_flash_attention_backward.default:
-        return (
-            8 * args[1].numel() * args[2].shape[2]
-        )  # four products; the scores, computed again, would be a fifth
+        # four products; the scores, computed again, would be a fifth
+        return 8 * args[1].numel() * args[2].shape[2]
     count = flop_registry.get(function.overloadpacket)
     return 0 if count is None else count(*args, **kwargs, out_val=result)
 

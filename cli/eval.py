@@ -8,12 +8,8 @@ import click
 from ..core import console
 from .common import PATH, device_option, dtype_option, flag, is_given, option, throughline_command
 
-BELONGS = {
-    "model": "url",
-    "tokenizer": "url",
-    "clients": "url",
-    "bound": "against",
-}  # mean nothing without the other
+# mean nothing without the other
+BELONGS = {"model": "url", "tokenizer": "url", "clients": "url", "bound": "against"}
 
 
 @click.command()

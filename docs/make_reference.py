@@ -35,9 +35,8 @@ def cli_page() -> str:
         "```",
         "",
     ]
-    settings = (
-        main.context_settings
-    )  # the names of the help option among them, which a command keeps from its first context
+    # the names of the help option among them, which a command keeps from its first context
+    settings = main.context_settings
     wide = {"terminal_width": COLUMNS, "max_content_width": COLUMNS}
     top = click.Context(main, info_name="throughline", **settings | wide)
     parts += ["```text", _help(main, top), "```", ""]

@@ -271,9 +271,8 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     # rows in the order of their experts, and their answers
     routed = has_experts(config) * getattr(config, "experts_per_token", 0)
     mlp = width_of_feed_forward(config) * (3.0 if config.gated else 2.0) + 2 * routed * width
-    latents = 2 * (
-        getattr(config, "kv_latent", 0) + getattr(config, "q_latent", 0)
-    )  # before and after their norms
+    # before and after their norms
+    latents = 2 * (getattr(config, "kv_latent", 0) + getattr(config, "q_latent", 0))
     terms = {
         "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
         "norm outputs": 2.0 * size * tokens * width / (1 if rows_stay else whole),

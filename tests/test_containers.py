@@ -15,9 +15,8 @@ yaml = pytest.importorskip("yaml")
 INSTRUCTIONS = re.compile(
     "FROM|RUN|CMD|LABEL|EXPOSE|ENV|ADD|COPY|ENTRYPOINT|VOLUME|USER|WORKDIR|ARG|ONBUILD|STOPSIGNAL|HEALTHCHECK|SHELL"
 )
-PINNED = re.compile(
-    r".+:v?\d[\w.-]*@sha256:[0-9a-f]{64}"
-)  # a tag says which, a digest that it stays the same
+# a tag says which, a digest that it stays the same
+PINNED = re.compile(r".+:v?\d[\w.-]*@sha256:[0-9a-f]{64}")
 Stage = list[tuple[str, str]]
 
 

@@ -58,9 +58,8 @@ SHAPES = 16  # of batches that are compiled by themselves; what comes then share
 def parallelize(stage: Stage, precision: str, matmul: str, compiling: str, recomputing: str) -> None:
     """Cut, change and wrap a stage of the model by the recipe's words for it."""
     trunk, mesh = stage.trunk, stage.mesh  # the trunk has the blocks, the model its heads too
-    apply_tensor_parallel(
-        stage.model, mesh.tensor, recomputing == "full"
-    )  # cut layers in place of plain ones
+    # cut layers in place of plain ones
+    apply_tensor_parallel(stage.model, mesh.tensor, recomputing == "full")
     share_experts(trunk, mesh.expert)  # each process its part of them, and their rows sent there
     pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
     # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
@@ -70,9 +69,8 @@ def parallelize(stage: Stage, precision: str, matmul: str, compiling: str, recom
     if compiling != "off":
         compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
     recompute(trunk, recomputing)  # repeats a block's compiled forward
-    shard_stage(
-        stage, trunk.blocks.values(), mesh, computing_dtype(precision)
-    )  # last: it gathers for all that
+    # last: it gathers for all that
+    shard_stage(stage, trunk.blocks.values(), mesh, computing_dtype(precision))
 
 
 def recompute(model: Any, kind: str) -> None:

@@ -13,11 +13,8 @@ from ...core.files import read_json
 
 FORMATS = dict.fromkeys((".txt", ".md", ".text"), "txt") | dict.fromkeys((".jsonl", ".ndjson"), "jsonl")
 FORMATS |= {".parquet": "parquet"}
-NAMED = {
-    ".json": "jsonl",
-    ".csv": "table",
-    ".tsv": "table",
-}  # read where they are named, not found in a directory
+# read where they are named, not found in a directory
+NAMED = {".json": "jsonl", ".csv": "table", ".tsv": "table"}
 MARKUP = (".html", ".htm", ".xhtml", ".xml", ".rtf", ".epub", ".ipynb")
 COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".zst": "zst"}
 DATASET_PREFIX = "datasets:"

@@ -27,9 +27,10 @@ class Kind:
     draw: type[Draw] | None = None  # what draws its examples, where that is not the user's choice
     probabilities = True  # answers have log-probabilities
     runs_programs = False  # scoring runs what the model has written
+    # what the prompt hash covers
     asked = frozenset(
         ["kind", "prompt", "delimiter", "until", "max_tokens", "stride", "description", "separator"]
-    )  # what the prompt hash covers
+    )
 
     def __init__(
         self, task: Task, name: str, form: type[Form] = Form, member: Mapping[str, str] | None = None

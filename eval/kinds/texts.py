@@ -124,9 +124,8 @@ def stream(ids: Ids, window: int, stride: int) -> list[Question]:
     questions = []
     done = 1
     while done < len(ids):
-        stop = done + (
-            window if done == 1 else step
-        )  # the last window keeps its place where the stream ends inside it
+        # the last window keeps its place where the stream ends inside it
+        stop = done + (window if done == 1 else step)
         questions.append(Question(((ids[max(0, stop - window - 1) : done], ids[done:stop]),)))
         done = stop
     return questions

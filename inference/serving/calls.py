@@ -33,9 +33,8 @@ SAME = {"/v1/score": "/v1/embeddings", "/embed": "/v1/embeddings", "/rerank": "/
 SAME |= {"/v1/responses": "/v1/chat/completions"}
 SHAPES = {b'"': Text, b'["': Annotated[list[Text], msgspec.Meta(min_length=1)], b"[[": list[Ids]}
 FIELD_BYTES = {"tokens": 1 << 19, "instructions": 1 << 62}
-SMALL_BYTES = (
-    1 << 16
-)  # of any other field that a body need not have; those that it must have are as long as it may be
+# of any other field that a body need not have; those that it must have are as long as it may be
+SMALL_BYTES = 1 << 16
 MOST_IDS = 1 << 19  # of a request: Python's lists of two million take the event loop 30 ms
 MOST_PROBLEMS = 8  # told of one body
 FREE_BYTES = 1 << 14  # of each body, which the budget leaves out: large ones must not shut small ones out

@@ -146,9 +146,8 @@ def test_a_long_document_held_whole_is_looked_at_a_few_times(
 def test_every_compression_reads_the_same(tmp_path: Path, pack, mode: str) -> None:
     raw = "".join(f"line {i} é\n" + ("\n" if i % 7 == 0 else "") for i in range(3000)).encode()
     (tmp_path / "a.txt").write_bytes(raw)
-    (tmp_path / f"b.txt{pack[0]}").write_bytes(
-        pack[1](raw[:20000]) + pack[1](raw[20000:])
-    )  # two members or frames
+    # two members or frames
+    (tmp_path / f"b.txt{pack[0]}").write_bytes(pack[1](raw[:20000]) + pack[1](raw[20000:]))
     options = ReadOptions(documents=mode)
     assert documents(tmp_path / f"b.txt{pack[0]}", [], options) == documents(tmp_path / "a.txt", [], options)
 
@@ -228,9 +227,8 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"), DAMAGED.values(), ids=DAMAGED
-)  # gzip writes the time: no name for a test
+# gzip writes the time: no name for a test
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED.values(), ids=DAMAGED)
 def test_damage_is_one_clear_error(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Failed) as error:

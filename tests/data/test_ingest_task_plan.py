@@ -46,9 +46,8 @@ def test_a_task_that_always_kills_its_worker_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice and no more: the message names the task and says that finished work is kept."""
-    monkeypatch.setattr(
-        executors, "_worker", os._exit
-    )  # called with wrong arguments: the process ends at once
+    # called with wrong arguments: the process ends at once
+    monkeypatch.setattr(executors, "_worker", os._exit)
     with pytest.raises(Failed, match=r"worker of task 7 died(.|\n)*2 times(.|\n)*are kept"):
         executors.run_processes(tmp_path, [Task(7, (), 0)], 1, "tokenizers", lambda _: None)
 

@@ -15,12 +15,8 @@ from throughline.data.samples import open_dataset
 from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
-CLS, SEP, MASK, FIRST = (
-    1,
-    2,
-    3,
-    5,
-)  # ids below FIRST are special; a token is FIRST + its position in the stream
+# ids below FIRST are special; a token is FIRST + its position in the stream
+CLS, SEP, MASK, FIRST = 1, 2, 3, 5
 
 
 def make_store(path, documents, shards=1) -> TokenStore:

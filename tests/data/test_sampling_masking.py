@@ -93,9 +93,8 @@ def test_whole_words_are_chosen_whole():
     inside = np.isin(tokens, continues) & ordinary
     glued = np.flatnonzero(inside[1:] & ordinary[:-1]) + 1  # continues the word of the token before it
     assert np.array_equal(chosen[glued], chosen[glued - 1])
-    assert (
-        abs(chosen[ordinary].mean() - 0.15) < 0.003
-    )  # the mean is kept although words are 2 tokens long on average
+    # the mean is kept although words are 2 tokens long on average
+    assert abs(chosen[ordinary].mean() - 0.15) < 0.003
 
 
 def test_draws_belong_to_the_key_not_to_the_neighbours():

@@ -137,10 +137,8 @@ def test_pairs_are_tokenised_whole_and_then_split(gpt2_tokenizer, small_gpt) -> 
         ("Answer:", " yes"): (encode("Answer:"), encode(" yes")),
         ("Answer: ", "yes"): (encode("Answer:"), encode(" yes")),  # the blank belongs to the continuation
         ("", "Yes"): ((eos,), encode("Yes")),
-        ("a b", "c"): (
-            encode("a b"),
-            encode("a bc")[len(encode("a b")) :],
-        ),  # the split is at the context's own length
+        # the split is at the context's own length
+        ("a b", "c"): (encode("a b"), encode("a bc")[len(encode("a b")) :]),
     }
     for pair, wanted in cases.items():
         assert scorer.encode([[pair]])[0].pairs == (wanted,)
@@ -178,10 +176,8 @@ def test_a_tie_is_greedy_for_the_first_token_only() -> None:
 
 def test_a_tree_holds_the_common_prefix_once() -> None:
     tree = plant(Question((((1, 2, 3), (4, 5)), ((1, 2, 3), (4, 6, 7)), ((1, 2, 3), (9,)))), 64)
-    assert tree.prefix == 3 and tree.branches == (
-        1,
-        2,
-    )  # inputs 1234, 12346, 123: the one-token choice needs no branch
+    # inputs 1234, 12346, 123: the one-token choice needs no branch
+    assert tree.prefix == 3 and tree.branches == (1, 2)
     assert tree.ids.tolist() == [1, 2, 3, 4, 4, 6] and tree.positions.tolist() == [0, 1, 2, 3, 3, 4]
     assert [lines.tolist() for lines in tree.lines] == [[2, 3], [2, 4, 5], [2]]
 

@@ -26,10 +26,8 @@ def test_scores_are_those_of_one_process(
     """Every log-probability of LAMBADA and BLiMP records, without an export in between."""
     text = (samples / "tinyshakespeare" / "input.txt").read_text()[:50_000]
     tokenizer = train_tokenizer(text.splitlines(), "bpe", 300).to_json().encode()
-    shape = {
-        "vocab_size": 304,
-        "sequence_length": 256,
-    }  # room, so that the rows of a shared table come out even
+    # room, so that the rows of a shared table come out even
+    shape = {"vocab_size": 304, "sequence_length": 256}
     checkpoints = saved_in_layouts(
         Case("", Layout(), precision="fp32", model=shape), tmp_path, tokenizer=tokenizer
     )

@@ -189,11 +189,8 @@ def test_arguments_of_the_adapter_are_options_of_eval(samples: Path, tmp_path: P
 
     text = (samples / "tinyshakespeare" / "input.txt").read_text()[:20_000]
     model = small_model(tmp_path / "model", text, steps=0)
-    extra = {
-        "batch_size": "auto",
-        "max_batch_size": 64,
-        "device": "cpu",
-    }  # what the harness gives to every model
+    # what the harness gives to every model
+    extra = {"batch_size": "auto", "max_batch_size": 64, "device": "cpu"}
     made = ThroughlineLM.create_from_arg_string(f"path={model},window=64,bos=true", extra)
     assert (made.scorer.window, made.scorer.recipe["bos"]) == (64, True)
     for arguments, complaint in (
@@ -215,9 +212,8 @@ def test_the_adapter_s_command_names_what_is_missing(
     """One error and exit code 2, as of every command of ours: without the harness, and without the model."""
     import runpy
 
-    monkeypatch.setattr(
-        "lm_eval.api.registry.register_model", lambda name: lambda model: model
-    )  # it is known already
+    # it is known already
+    monkeypatch.setattr("lm_eval.api.registry.register_model", lambda name: lambda model: model)
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: open_scorer("nowhere"))
     if missing:
         monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)

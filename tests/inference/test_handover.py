@@ -21,9 +21,8 @@ def test_a_gpt_meets_vllms_conditions(gpt_dir: Path, tmp_path: Path) -> None:
     """The fields and files that vLLM's model files read; *not run*: vLLM needs a GPU."""
     report = export_huggingface(gpt_dir, tmp_path / "out", QUIET)
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (
-        fields["bos_token_id"] == fields["eos_token_id"] == 0
-    )  # GPT-2 begins with the token that ends a text
+    # GPT-2 begins with the token that ends a text
+    assert fields["bos_token_id"] == fields["eos_token_id"] == 0
     assert fields["architectures"] == ["GPT2LMHeadModel"] and fields["activation_function"] == "gelu_new"
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"eos_token_id": 0, "bos_token_id": 0}

@@ -103,9 +103,8 @@ def test_bert_graph_equals_what_torch_exports(tmp_path: Path) -> None:
     (theirs,) = session.run(None, {"ids": ids, "mask": mask})
     encoder = exported(model, tmp_path).encoder
     ours = encoder.forward(ids, np.zeros_like(ids), mask, np.zeros((2, 0), np.int64))["last_hidden_state"]
-    np.testing.assert_allclose(
-        ours[mask], theirs[mask], atol=1e-4
-    )  # fp32 sums in another order, see parity.BOUND
+    # fp32 sums in another order, see parity.BOUND
+    np.testing.assert_allclose(ours[mask], theirs[mask], atol=1e-4)
 
 
 def test_weights_beside_the_graph_give_the_same_answers(tmp_path: Path) -> None:

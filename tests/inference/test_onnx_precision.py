@@ -105,9 +105,8 @@ def unpack(packed: np.ndarray, scales: np.ndarray, weight_OI: np.ndarray) -> np.
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rounding_is_within_half_a_step(bits: int) -> None:
-    weight = (
-        np.random.default_rng(0).normal(size=(7, 80)).astype(np.float32)
-    )  # 80: the last block is half full
+    # 80: the last block is half full
+    weight = np.random.default_rng(0).normal(size=(7, 80)).astype(np.float32)
     packed, scales = pack_blocks(weight, bits)
     error = np.abs(unpack(packed, scales, weight) - weight)
     steps = np.abs(scales).reshape(7, 3).repeat(BLOCK, axis=1)[:, :80]

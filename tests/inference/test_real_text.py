@@ -28,9 +28,8 @@ from throughline.inference.runtimes.backends import Loaded, open_backend
 from throughline.inference.runtimes.source import open_model
 
 SHAKESPEARE = Path(__file__).parents[2] / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
-LOOSE = Bounds(
-    1e9, 0.0, 1e9, 0.0, 1e9
-)  # the fixtures' weights are random: numbers, not bounds, are looked at
+# the fixtures' weights are random: numbers, not bounds, are looked at
+LOOSE = Bounds(1e9, 0.0, 1e9, 0.0, 1e9)
 
 
 @pytest.fixture(scope="module")

@@ -161,9 +161,8 @@ def test_status_endpoints(ask) -> None:
             "/v1/fill-mask",
         }
         page = await found.client.get("/")
-        assert (
-            page.status_code == 200 and "http://" not in page.text and "https://" not in page.text
-        )  # no CDN
+        # no CDN
+        assert page.status_code == 200 and "http://" not in page.text and "https://" not in page.text
         found.remote("gpt").ready = False
         assert (await found.client.get("/ready")).status_code == 503
         found.remote("gpt").ready = True

@@ -71,9 +71,8 @@ def test_run_checkpoint_and_exports_are_one_model(trained_run: Path, tmp_path: P
         logits.append(read(backend, ids, np.zeros(1, np.int64), ask, backend.new_cache(1)))
         assert loaded.tokenizer is not None
     for other in logits[1:]:
-        np.testing.assert_allclose(
-            other, logits[0], atol=1e-4
-        )  # fp32 sums in another order, see parity.BOUND
+        # fp32 sums in another order, see parity.BOUND
+        np.testing.assert_allclose(other, logits[0], atol=1e-4)
     kinds = [item.kind for _, item, unchanged in chain(tmp_path / "onnx") if unchanged]
     assert kinds[0] == "checkpoint" and "tokens" in kinds and "foreign" in kinds  # back to the text
 

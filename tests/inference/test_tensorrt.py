@@ -193,11 +193,8 @@ def test_buckets_cover_every_shape_once() -> None:
     decode = buckets(GPTConfig(), (4,), (256,))[0]
     assert decode.tokens == (1, 1, 1)
     assert decode.shapes("past.0.key", GPTConfig())[1] == (4, 12, 1024, 64)
-    assert decode.shapes("logit_positions", GPTConfig()) == [
-        (1, 0),
-        (4, 1),
-        (4, 1),
-    ]  # the end of a prompt: asks nothing
+    # the end of a prompt: asks nothing
+    assert decode.shapes("logit_positions", GPTConfig()) == [(1, 0), (4, 1), (4, 1)]
     assert Profile((1, 1, 2), (1, 8, 9)).shapes("logit_positions", config) == [(1, 0), (1, 1), (2, 9)]
 
 
@@ -243,9 +240,8 @@ def test_a_session_computes_what_the_graph_computes(config: Any, tmp_path: Path)
     cases = sweep(97, config.sequence_length, session.limits)
     require(compare(reference_of(model, None, source), candidate, BOUNDS["fp16"], cases), "the engine")
     assert (session.limits.rows, session.limits.tokens) == (5, 48)
-    assert (
-        len({profile for profile, _ in session.calls["executed"]}) > 2
-    )  # each shape in the first that it fits
+    # each shape in the first that it fits
+    assert len({profile for profile, _ in session.calls["executed"]}) > 2
     captured = [one for one in session.calls["contexts"] if one not in session._contexts.values()]
     assert len(captured) == len(replays)  # a context for each captured shape
     if config is GPT:  # decode steps of the same rows were captured once and then replayed

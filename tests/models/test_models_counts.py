@@ -62,11 +62,8 @@ def test_released_models(name, count):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [
-        ("olmoe-1b-7b", 1.3),
-        ("mixtral-8x7b", 12.9),
-        ("qwen3-30b-a3b", 3.3),
-    ],  # as the papers and model cards say
+    # as the papers and model cards say
+    [("olmoe-1b-7b", 1.3), ("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3)],
 )
 def test_active_parameters_of_experts(name, billions):
     assert preset(name).active_parameter_count() / 1e9 == pytest.approx(billions, abs=0.06)
@@ -168,9 +165,8 @@ def test_published_megatron_core_rows(shared):
         label = row["params_b_label"].split("B")[0]
         config = preset(f"mcore-{label}b")
         assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
-        assert config.parameter_count() / 1e9 == pytest.approx(
-            float(label), abs=0.55
-        )  # printed without decimals
+        # printed without decimals
+        assert config.parameter_count() / 1e9 == pytest.approx(float(label), abs=0.55)
 
 
 def test_published_giants(shared):

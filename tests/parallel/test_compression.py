@@ -115,9 +115,8 @@ def test_power_sum_loses_nothing(world: int) -> None:
         found = torch.from_numpy(results[0][i][0])
         assert all((found == torch.from_numpy(result[i][0])).all() for result in results)
         assert (found + sum(result[i][1] for result in results) - put_in).abs().max() < 1e-10
-        assert (i in (0, 3)) == bool(
-            (found - put_in).abs().max() > 1e-3
-        )  # only the thin ones still owe something
+        # only the thin ones still owe something
+        assert (i in (0, 3)) == bool((found - put_in).abs().max() > 1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["dense", "bf16", "power", "signs"])
@@ -166,18 +165,16 @@ def test_not_finite_numbers_are_passed_on_and_leave_no_trace() -> None:
 
     def work(communicator: Communicator) -> list[bool]:
         sums = [Bf16Sum(communicator), PowerSum(communicator, rank=2, dense_steps=0)]
-        adam = OneBitAdam(
-            [torch.zeros(40, 30)], communicator=communicator, warmup_steps=0
-        )  # past its warm-up from the start
+        # past its warm-up from the start
+        adam = OneBitAdam([torch.zeros(40, 30)], communicator=communicator, warmup_steps=0)
         finite = []
         for step in range(3):
             for total in sums:
                 gradient = draw(step, communicator.axis.rank, 40, 30)
                 if step == 1 and communicator.axis.rank == 1:
                     gradient[3, 4] = float("nan")
-                norm = adam.squared_norm(
-                    [gradient]
-                )  # what decides whether its step is taken: known without sending gradients
+                # what decides whether its step is taken: known without sending gradients
+                norm = adam.squared_norm([gradient])
                 total.sum_gradients([gradient])
                 finite.append(bool(gradient.isfinite().all()))
                 assert bool(norm.isfinite()) == finite[-1]
@@ -255,9 +252,8 @@ def test_one_bit_adam_divides_by_the_frozen_variance_as_it_was_corrected_then() 
                 root = root.clamp(min=0.1 * float(root.square().mean().sqrt())) + eps
                 momentum = optimizer.state[p]["exp_avg"].double() / (1 - beta1**step)
                 expected = old * (1 - lr * decay) - lr * momentum / root
-                torch.testing.assert_close(
-                    p.detach().double(), expected, rtol=1e-6, atol=1e-7
-                )  # float32 steps
+                # float32 steps
+                torch.testing.assert_close(p.detach().double(), expected, rtol=1e-6, atol=1e-7)
         return True
 
     assert ranks(1, work) == [True]
@@ -296,9 +292,8 @@ def test_one_bit_adam_is_adamw_while_it_warms_up_and_stays_together_after() -> N
     for result in results:
         assert all((a == b).all() for a, b in zip(result["after"], results[0]["after"]))
         for estimated, true in result["norms"]:
-            assert estimated == pytest.approx(
-                true, rel=0.1
-            )  # the sketch: 2.2 % standard deviation, five of which
+            # the sketch: 2.2 % standard deviation, five of which
+            assert estimated == pytest.approx(true, rel=0.1)
 
 
 def test_one_bit_adam_continues_to_the_bit_from_its_state_and_errors() -> None:

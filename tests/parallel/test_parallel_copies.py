@@ -51,9 +51,8 @@ def weight_copies(case: Case) -> tuple[int, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         rows, length = batch.micro_batches[0]["input_ids"].shape
         shape = stage.activation_shape(rows, length)
-        x = torch.randn(
-            shape, dtype=engine.dtype, requires_grad=True
-        )  # of the stage before, where there is one
+        # of the stage before, where there is one
+        x = torch.randn(shape, dtype=engine.dtype, requires_grad=True)
         results = [stage(x) for _ in range(2)]
     assert all(result.isfinite().all() for result in results)
     storages = [tensor.untyped_storage() for tensor in saved]

@@ -57,21 +57,12 @@ V = {"pipeline": 2, "schedule": "zero-bubble-v", "stages_per_process": 2}
         (Layout(pipeline=8), "train.micro_batch_rows", "4 micro-batches for 8 stages"),
         (Layout(stages_per_process=2), "pipeline", "one pipeline process"),
         (Layout(pipeline=2, layers_per_stage=(0, 8)), "layers_per_stage", "a stage of 0 layers"),
-        (
-            Layout(pipeline=8, data=4),
-            "pipeline",
-            "train.batch_rows of at least 32",
-        ),  # no micro-batch is small enough
-        (
-            Layout(data=8),
-            "data",
-            "train.micro_batch_rows = 2",
-        ),  # the batch may not change from start to start
-        (
-            Layout(tensor=2, layers_per_stage=(7,)),
-            "pipeline",
-            "one pipeline process",
-        ),  # it would train seven of eight layers
+        # no micro-batch is small enough
+        (Layout(pipeline=8, data=4), "pipeline", "train.batch_rows of at least 32"),
+        # the batch may not change from start to start
+        (Layout(data=8), "data", "train.micro_batch_rows = 2"),
+        # it would train seven of eight layers
+        (Layout(tensor=2, layers_per_stage=(7,)), "pipeline", "one pipeline process"),
     ],
 )
 def test_each_problem_names_the_field(layout: Layout, field: str, words: str) -> None:

@@ -38,9 +38,8 @@ def test_a_group_costs_what_was_measured_for_its_size() -> None:
     pairs, spread, four = (
         float(gather(size, ranks, stride, cluster)) for ranks, stride in ((2, 1), (2, 4), (4, 1))
     )
-    assert spread == pytest.approx(
-        1e-4 + size / 2 / 0.5e9, rel=1e-12
-    )  # two neighbours four apart span all eight
+    # two neighbours four apart span all eight
+    assert spread == pytest.approx(1e-4 + size / 2 / 0.5e9, rel=1e-12)
     assert four == pytest.approx(2.5e-4 + 0.75 * size / 1.25e9, rel=1e-12)
     many = all_reduce(size, np.array([1, 2, 8, 64]), 1, cluster)
     assert many[0] == 0 and many[1] < many[2] < many[3]  # beyond what was measured: the largest group's

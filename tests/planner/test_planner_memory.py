@@ -37,9 +37,8 @@ def test_what_a_process_holds(seed: int) -> None:
     held = (GPT.layers // pipeline * layer + (rest if pipeline == 1 else table + rest % GPT.width)) / tensor
     shards = layout.shards
     alone = pipeline == 1
-    streamed = (
-        sharding == "full" and alone
-    )  # the shards are the masters; weights are there while they are gathered
+    # the shards are the masters; weights are there while they are gathered
+    streamed = sharding == "full" and alone
     assert terms["weights"] == pytest.approx(2 * held * (not streamed), rel=2e-3)
     scattered = sharding in ("zero2", "full") and alone
     assert terms["gradients"] == pytest.approx(4 * held / (shards if scattered else 1), rel=2e-3)

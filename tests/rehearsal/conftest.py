@@ -18,9 +18,8 @@ def a_card_of_its_own() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    torch.backends.cuda.enable_cudnn_sdp(
-        False
-    )  # its graphs cannot be built here; test_steps.py asks for them
+    # its graphs cannot be built here; test_steps.py asks for them
+    torch.backends.cuda.enable_cudnn_sdp(False)
     yield
     torch.cuda.set_sync_debug_mode("default")
     if dist.is_initialized():

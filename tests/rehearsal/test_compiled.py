@@ -23,11 +23,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {"width": 2048, "heads": 32, "kv_heads": 8, "sequence_length": 512},
     "bert": {"width": 768, "heads": 12, "sequence_length": 512},
 }
-SHARED_BYTES = {
-    75: 65536,
-    80: 166912,
-    90: 232448,
-}  # that a block of threads may have (CUDA programming guide)
+# that a block of threads may have (CUDA programming guide)
+SHARED_BYTES = {75: 65536, 80: 166912, 90: 232448}
 # generated kernels of a block, and of head and loss, forward and backward together; matrix products and attention are
 # libraries' kernels. Fewer are welcome; more mean that something no longer fuses.
 MOST_KERNELS = {"gpt": 22, "llama": 25, "bert": 44}

@@ -121,9 +121,8 @@ def test_a_wait_is_found_in_a_step(monkeypatch):
     with Seen() as seen:
         case.step()
     assert {place.split(":")[0] for place in seen.waits} == {"test_faults.py"}
-    assert (
-        seen.counted["waits"] == 3
-    )  # of two micro-batches, and of the reading of the figures after the step
+    # of two micro-batches, and of the reading of the figures after the step
+    assert seen.counted["waits"] == 3
 
 
 def test_a_break_and_a_second_compilation_are_found(monkeypatch, tmp_path):

@@ -71,9 +71,8 @@ def test_every_start_in_another_layout(
         layout = recipe(steps, parallel).parallel.layout()
         parts = run_ranks(layout.world, lambda n=steps, p=parallel: start(recipe(n, p), tmp_path / "run"))
         wanted = range(first * ROWS, steps * ROWS)
-        read = [
-            {position: row for position, row in seen.items() if position in wanted} for seen in parts
-        ]  # not those read ahead
+        # not those read ahead
+        read = [{position: row for position, row in seen.items() if position in wanted} for seen in parts]
         shared = layout.world // layout.data
         assert sorted(position for seen in read for position in seen) == sorted([*wanted] * shared)
         assert all(row == whole[position] for seen in read for position, row in seen.items())
@@ -82,9 +81,8 @@ def test_every_start_in_another_layout(
     assert [record["step"] for record in one] == [record["step"] for record in other] == list(range(1, 10))
     for record, again in zip(one, other, strict=True):
         assert record["loss"] == pytest.approx(again["loss"], rel=BOUND)
-        assert record["grad_norm"] == pytest.approx(
-            again["grad_norm"], rel=1e-11
-        )  # as the proof of the layouts
+        # as the proof of the layouts
+        assert record["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-11)
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(

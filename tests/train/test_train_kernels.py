@@ -110,9 +110,8 @@ def test_orthogonalise_pulls_singular_values_to_about_one():
         assert values.min() > 0.65 - room
         assert values.max() < 1.22 + room
         left, _, right = torch.linalg.svd(x, full_matrices=False)
-        polar = (
-            left @ right
-        )  # singular values of 0.68 to 1.21 around 1: the cosine with the exact one stays above 0.97
+        # singular values of 0.68 to 1.21 around 1: the cosine with the exact one stays above 0.97
+        polar = left @ right
         assert (moved * polar).sum() / (moved.norm() * polar.norm()) > 0.97
 
 

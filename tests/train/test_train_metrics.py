@@ -195,9 +195,8 @@ def test_compare_finds_the_largest_difference_and_judges_it(tmp_path: Path) -> N
     with pytest.raises(Refused, match="1e-07") as caught:
         check_bound([loss, norm], 1e-7, first, second)
     assert "loss by 1e-06 at step 2" in caught.value.why
-    cut = compare_runs(
-        first, write(tmp_path / "c", *steps[:1], steps[2] | {"step": 7})
-    )  # it ended early, and logged another step
+    # it ended early, and logged another step
+    cut = compare_runs(first, write(tmp_path / "c", *steps[:1], steps[2] | {"step": 7}))
     assert [(row.steps, row.alone) for row in cut] == [(1, 3)] * 2
 
 
