@@ -47,11 +47,11 @@ class ThroughlineError(Exception):
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 1) -> list[str]:
-    """The names that look most like one that is not there, whatever their case; at most `limit`."""
+    """The names that look most like one that is not there, whatever their case; at most `limit`, none far-fetched."""
     import difflib  # by those alone who mistyped
 
     lowered = {one.lower(): one for one in known}
-    return [lowered[one] for one in difflib.get_close_matches(name.lower(), lowered, limit, 0.5)]
+    return [lowered[one] for one in difflib.get_close_matches(name.lower(), lowered, limit)]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", limit: int = 1) -> str:
