@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
 
 from common import claim, finish, paired, parser, throughline
@@ -113,7 +114,9 @@ def forked(
     from throughline.train.build import plan_run
     from throughline.train.loop import train
 
-    recipe = resolve(load_recipe(file, Recipe, (), RULES), place)
+    given = load_recipe(file, Recipe, (), RULES)
+    with chdir(place):
+        recipe = resolve(given)
 
     def our_rank() -> None:
         torch.set_num_threads(1)

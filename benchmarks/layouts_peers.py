@@ -20,6 +20,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -348,7 +349,9 @@ def main() -> None:
     options.add_argument("recipe", type=Path)
     options.add_argument("--trace", type=Path)
     chosen = options.parse_args()
-    recipe = resolve(load_recipe(chosen.recipe, Recipe), chosen.recipe.parent)
+    given = load_recipe(chosen.recipe, Recipe)
+    with chdir(chosen.recipe.parent):
+        recipe = resolve(given)
     dist.init_process_group("gloo")
     losses, seconds = measure(chosen.kind, recipe, chosen.trace)
     if int(os.environ["RANK"]) == 0:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,6 @@ def _print(text: str, **facts: Any) -> None:
 
 
 def _devices() -> int:
-    """A process for each GPU of this machine, else two."""
     return max(len(machine().gpus), 2)
 
 
@@ -100,19 +98,16 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
-    from ..planner.layout import require_world
     from ..train.recipes.resolved import model_config
-    from ..train.recipes.rules import can_be_had
+    from ..train.recipes.rules import require_processes
 
     given = _given(arguments)
     recipe = pretraining_recipe(given["recipe"], given["overrides"])
-    layout, section = recipe.parallel.layout(), recipe.train
-    shape = section.sequence_length, section.rows_per_step, section.rows_per_micro_batch
-    allowed = partial(can_be_had, recipe)
-    require_world(layout, nproc or layout.world, model_config(recipe), *shape, allowed)
+    layout = recipe.parallel.layout()
+    require_processes(recipe, model_config(recipe), nproc or layout.world)
     name = find_recipe(given["recipe"]).stem
     run_dir = given.get("run_dir") or f"runs/{name}"
-    return layout.world, name, run_dir, layout.describe(), section.device != "cpu"
+    return layout.world, name, run_dir, layout.describe(), recipe.train.device != "cpu"
 
 
 def _finetune_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
@@ -136,7 +131,6 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
 
 
 def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> None:
-    """Print what serves on Kubernetes."""
     from ..train.parallel.jobs import service_file
 
     given = _given(arguments)
@@ -151,7 +145,6 @@ def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> 
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:
-    """Print the job array that tokenises."""
     from ..data.ingest.executors import slurm_array
     from .data import tokenize
 

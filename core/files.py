@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,15 @@ def read_json(path: Path | str) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         fix = "restore the file or make it again"
         raise Refused("damaged JSON file", where=path, why=str(error), fix=fix) from error
+
+
+def leaves(tree: Mapping[str, Any], between: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in a tree of tables, each with the names on its way joined."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, between, f"{prefix}{name}{between}")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:

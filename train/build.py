@@ -15,7 +15,7 @@ from ..core.errors import MissingExtra, WrongUse
 from ..data.dataset import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
-from ..planner.layout import ZERO_BUBBLE, Layout, require_world
+from ..planner.layout import ZERO_BUBBLE, Layout
 from .checkpoints.weights_in import adopt, check_tokens, open_weights, start_from
 from .corpus import Corpus, open_corpus
 from .engine import Engine
@@ -27,7 +27,7 @@ from .parallelize import to_compile
 from .precision import LossScaler, check_products, pick_device, use_deterministic_kernels
 from .recipes.recipe import ObjectiveSection, Recipe
 from .recipes.resolved import check_epochs, model_config, outlook, predicted_step_seconds
-from .recipes.rules import can_be_had
+from .recipes.rules import require_processes
 from .step import Trainer
 
 
@@ -46,13 +46,11 @@ class RunPlan:
         return family_of(self.config)
 
     def objective(self) -> Objective:
-        """What the engine learns."""
         section = self.recipe.objective
         smoothing = section.label_smoothing if section else 0.0
         return pretraining(self.config, smoothing, self.recipe.train.z_loss)
 
     def fill(self, engine: Engine) -> None:
-        """Give the weights their values before the first step."""
         if where := self.recipe.model.init_from:
             start_from(adopt(open_weights(where)[0], self.config, where), engine)
         else:
@@ -92,7 +90,6 @@ class RunPlan:
         return outlook(self.recipe, self.config, None, sum(store.tokens for store in self.corpus.train))
 
     def lines(self) -> list[str]:
-        """The summary for a person."""
         facts = self.summary()
         split = f"{facts['train_tokens_in_store']:,} tokens"
         if self.corpus.text_bytes:
@@ -126,17 +123,18 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         use_deterministic_kernels()
     check_products(recipe.train.matmul, device)
     plan = validation_plan(recipe, device)
-    train = recipe.train
-    batch = train.sequence_length, train.rows_per_step, train.rows_per_micro_batch
-    layout, others = recipe.parallel.layout(), partial(can_be_had, recipe)
-    require_world(layout, running_processes()[1], plan.config, *batch, others)
+    require_processes(recipe, plan.config, running_processes()[1])
     memory = check_memory(plan.config, recipe, device)
     if plan.corpus.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
     corpus = plan.corpus
     least = min((store.tokens for store in corpus.validation), default=math.inf)
-    if plan.family == "gpt" and recipe.data.packing == "windows" and least <= train.sequence_length:
-        why = f"{least:,} tokens are held out, a row has {train.sequence_length:,} (+ 1 for the last target)"
+    if (
+        plan.family == "gpt"
+        and recipe.data.packing == "windows"
+        and least <= (length := recipe.train.sequence_length)
+    ):
+        why = f"{least:,} tokens are held out, a row has {length:,} (+ 1 for the last target)"
         fix = "a larger data.validation_fraction, data.validation, or data.validation_fraction=0 for none"
         raise WrongUse("the validation split is less than a row", where="data", why=why, fix=fix)
     if init_from and leads:  # before a directory is claimed for the run

@@ -307,7 +307,6 @@ class Engine:
             torch._foreach_copy_([local.computed.detach() for local in masters], values)
 
     def discard(self) -> None:
-        """Forget the gradients of the step."""
         if self.offload is not None:
             self.offload.discard()
         for local in self.local_shards:
@@ -335,7 +334,6 @@ class Engine:
         return ((local.name, local.value) for local in trained if local.value.numel())
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of the local shards, those without any left out."""
         return _gradients(self.local_shards)
 
     def states(self) -> dict[str, Tensor]:
@@ -346,9 +344,7 @@ class Engine:
         return {f"residual.{self.mesh.rank}.{name}": error for name, error in kept.items()}
 
     def load_states(self, names: Iterable[str], read: Callable[[str], Tensor], same_layout: bool) -> None:
-        """Go on with the `states` of a checkpoint that has these names. In another layout all begin without errors:
-        some would find those of a place that is no longer theirs, others none.
-        """
+        """Go on with the saved `states`; in another layout without errors, which are those of other places."""
         if self.communication_hook is None or not same_layout:
             return
         # before there were masters, checkpoints said "owed." for "residual."
@@ -364,9 +360,7 @@ class Engine:
             self.offload.wait()
 
     def _seed_dropout(self, step: int) -> None:
-        """Start this process's dropout stream of a step, a function of (seed, step, rank): with sequence parallelism no
-        two processes compute the same dropout. Masks are therefore those of the layout.
-        """
+        """Start this process's dropout stream of a step: with sequence parallelism no two processes draw the same."""
         digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

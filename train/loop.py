@@ -1,6 +1,4 @@
-"""The training loop: start or resume, step, log, evaluate, save; stop on a signal with everything saved. The same
-command continues a run that was stopped or killed, on a CPU to the last bit.
-"""
+"""The training loop: start or resume, step, log, evaluate, save; stop on a signal with everything saved."""
 
 import os
 import signal
@@ -139,7 +137,6 @@ class Run:
         return self._finish(time.monotonic() - start)
 
     def _batches(self) -> Loader:
-        """The batches of this process from where the run stands."""
         mesh, train = self.ranks.mesh, self.plan.recipe.train
         opened = partial(self.plan.batches, mesh, self.workspace.path / "cache")
         self.ranks.first_decides(lambda: opened() and None)  # builds the index that all find
@@ -153,9 +150,7 @@ class Run:
         )
 
     def _steps(self, batches: Iterator[StepBatch], bar: progress) -> None:
-        """The steps that are left, with what is due between them, until a target is reached or a signal came. Where
-        nothing waits for a step its figures are read when the next one is under way.
-        """
+        """The steps that are left; where nothing waits for one, its figures are read when the next is under way."""
         trainer, recipe = self.trainer, self.plan.recipe
         upcoming: StepBatch | None = None
         under_way: Callable[[], None] | None = None  # reads the step before
@@ -247,16 +242,13 @@ class Run:
         self._event("checkpoint", pause_s=round(pause, 4), memory=self.report.memory.record())
 
     def _until_written(self) -> None:
-        """Wait until no process writes a checkpoint; raises what went wrong with this one's. By many collectives: the
-        time limit is for one, and to write a large state may take longer.
-        """
+        """Wait until no process writes a checkpoint: longer, it may be, than one collective may take."""
         while self.ranks.most(int(not self.writer.idle)):
             self.report.heartbeat.mark("a look at the checkpoint")
             time.sleep(LOOK_EVERY_S)
         self.writer.wait()
 
     def _stop(self) -> None:
-        """Save where a signal stopped the run, and say how to go on."""
         self._save()
         self._until_written()
         self.metrics.flush()
@@ -317,9 +309,7 @@ class StopNow(Exception):
 
 
 class Signals:
-    """Which signal asked the run to stop, if any; outside the main thread none does. A second Ctrl-C ends the process
-    at once: what was being written stays aside under a temporary name.
-    """
+    """Which signal asked the run to stop, in the main thread alone. A second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -243,9 +243,7 @@ def router_sums(routing: Routing, chosen_RE: Tensor) -> Tensor:
 
 
 def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:
-    """The sums of masked-token losses, with their labels smoothed, and of sentence-pair losses: (2,). Each head runs at
-    the places in the flattened rows that have targets, `predicted` (N,) and `pairs`.
-    """
+    """Sums (2,) of masked-token losses, their labels smoothed, and sentence-pair losses, where there are targets."""
     hidden_TW, words = _whole_rows(hidden_BPW, axis), Words(model.config.vocab_size, axis)
     features_NW = model.mlm_features(hidden_TW.index_select(0, batch["predicted"]))
     features_NW = features_NW if axis.group is None else sum_gradient(features_NW, axis)

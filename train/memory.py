@@ -83,9 +83,7 @@ def _largest_first(terms: dict[str, int]) -> str:
 def _saving(
     recipe: Recipe, config: ModelConfig, device: str, tries: Sequence[Change], moments: Sequence[str]
 ) -> list[tuple[str, int]]:
-    """The legal changes, cheapest first, that save memory at these moments, with what would then be needed. One that is
-    `joined` comes with those that cost less and help.
-    """
+    """The legal changes that save memory at these moments, cheapest first, and what is then needed."""
 
     def need(changed: Recipe) -> int:
         return sum(predicted_memory(config, changed, device, moments).values())

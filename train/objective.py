@@ -107,7 +107,6 @@ def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int
 
 
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:
-    """Targets as places and values."""
     targets = rows.pop("targets")
     count, length = targets.shape
     step, _ = prepared_places(count, length, mask_fraction)
@@ -170,9 +169,7 @@ def _room(numbers_BS: np.ndarray) -> int:
 
 
 def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, room: int) -> np.ndarray:
-    """Leave the padding out of the rows, in place; which tokens of the new row begin a document. What room is left is
-    filled up by documents of padding, none longer than a row was.
-    """
+    """Leave the padding out of the rows, in place, but for what fills up `room`; which tokens begin a document."""
     count, length = rows["input_ids"].shape
     rows.setdefault("positions", np.tile(np.arange(length), (count, 1)))
     place = np.cumsum(kept) - 1
@@ -190,9 +187,7 @@ def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, ro
 
 
 def places_of(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places (N,) of the targets in the flattened rows and the targets there, with IGNORED to a multiple of `quantum`
-    (of masked tokens a quarter of the most there can be): a compiled step meets a handful of shapes.
-    """
+    """Places (N,) in the flattened rows and targets there, with IGNORED to a multiple of `quantum`: few shapes."""
     found = np.flatnonzero(targets != IGNORED)
     room = max(-(-len(found) // quantum), 1) * quantum
     places, values = np.zeros(room, np.int64), np.full(room, IGNORED, np.int64)

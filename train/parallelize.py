@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +35,12 @@ if TYPE_CHECKING:
     from .recipes.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What the rule of `auto` assumes; rough on purpose, and on the side of not compiling."""
-
-    eager_flops: float  # per core, per GPU
-    saved: float  # share of a step
-    cold_seconds: float
-    cold_seconds_per_layer: float
-
-
+# What the rule of `auto` assumes, rough on purpose and on the side of not compiling: eager FLOP/s of a core or GPU, the
+# share of a step that is saved, seconds of a cold compile and more of them for each layer.
 # Cold compiles took 11 s + 4 s per layer of CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one
 # in fp32 through oneDNN 7 % slower. A GPU's are not measured: blocks share a graph, whose kernels ptxas takes a minute
 # for, and of an eager step a third and more are element-wise kernels that fuse.
-RATES = {"cpu": Rate(40e9, 0.1, 11.0, 4.0), "cuda": Rate(100e12, 0.3, 60.0, 0.0)}
+RATES = {"cpu": (40e9, 0.1, 11.0, 4.0), "cuda": (100e12, 0.3, 60.0, 0.0)}
 OTHERS = "other shapes"
 _say_once = cache(warn)
 SHAPES = 16  # of batches that are compiled by themselves; what comes then shares a program for all shapes
@@ -131,9 +122,9 @@ def pays(recipe: "Recipe", config: ModelConfig, device: torch.device) -> bool:
         return False
     tokens = train.steps * train.rows_per_step * train.sequence_length
     flops = tokens * config.flops_per_token(train.sequence_length)
-    rate, workers = RATES[device.type], machine().cpu.cores if device.type == "cpu" else 1
-    cold = rate.cold_seconds + rate.cold_seconds_per_layer * config.layers
-    return rate.saved * flops / (rate.eager_flops * workers) > 2 * cold
+    speed, saved, cold, cold_per_layer = RATES[device.type]
+    workers = machine().cpu.cores if device.type == "cpu" else 1
+    return saved * flops / (speed * workers) > 2 * (cold + cold_per_layer * config.layers)
 
 
 def cpp_compiler() -> str | None:

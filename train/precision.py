@@ -24,10 +24,7 @@ GROWTH_INTERVAL = 2000  # good steps before the scale is doubled, as in torch.am
 
 
 def pick_device(wanted: str, precision: str) -> torch.device:
-    """The device of a recipe's `train.device`, able to compute in `precision`.
-
-    Raises WrongUse when there is no such device and Refused when it cannot compute in that precision.
-    """
+    """The recipe's device. Raises WrongUse where there is none such, Refused where it cannot compute in `precision`."""
     if wanted == "cuda" and not torch.cuda.is_available():
         fix = 'set train.device = "cpu", or see: throughline doctor'
         raise WrongUse("no CUDA device here", where="train.device", fix=fix)
@@ -83,10 +80,7 @@ class LossScaler:
 
 
 def check_products(matmul: str, device: torch.device) -> None:
-    """Whether the device computes the products of `train.matmul`, and their package is there.
-
-    Raises WrongUse for fp8 on a CPU, Refused for a GPU without it, MissingExtra.
-    """
+    """Raises WrongUse for fp8 on a CPU, Refused for a GPU without it, MissingExtra where its package is not there."""
     if matmul == "same":
         return
     if matmul == "fp8" and device.type == "cpu":

@@ -220,9 +220,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_shards(stage: Stage, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[LocalShard]:
-    """The boxes of a stage that has memory, by the whole shapes of the model. Rows below the words of a vocabulary
-    become 0 and stay so: no box has them.
-    """
+    """The boxes of a stage that has memory, by whole shapes. Rows below the vocabulary become 0 and stay so."""
     mesh, config = stage.mesh, stage.model.config
     place = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
     for name, parameter in stage.model.named_parameters():
@@ -239,18 +237,13 @@ def local_shards(stage: Stage, shapes: Mapping[str, tuple[int, ...]]) -> Iterato
 
 
 def summed_over(shards: Iterable[LocalShard], mesh: Mesh) -> Iterator[tuple[Axis, list[nn.Parameter]]]:
-    """The trained parameters, by the axis over which their copies sum gradients: experts that processes share have
-    fewer copies.
-    """
-    others: list[nn.Parameter] = []
-    experts: list[nn.Parameter] = []
+    """The trained parameters by the axis over which their copies sum gradients: shared experts have fewer copies."""
+    parts: dict[str, list[nn.Parameter]] = {"gradient": [], "expert_gradient": []}
     for local in shards:
         if local.parameter.requires_grad:
             shared = mesh.expert.size > 1 and is_of_experts(local.name)
-            (experts if shared else others).append(local.parameter)
-    yield from (
-        (axis, part) for axis, part in ((mesh.gradient, others), (mesh.expert_gradient, experts)) if part
-    )
+            parts["expert_gradient" if shared else "gradient"].append(local.parameter)
+    yield from ((getattr(mesh, name), part) for name, part in parts.items() if part)
 
 
 def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:

@@ -1,8 +1,5 @@
-"""Measure this machine for a minute, so that the planner's predictions for it rest on measurements.
-
-Probes give the speed of a matrix product, the bandwidth of a copy, the time of the smallest kernel and of sums over
-processes. Short stretches of the real trainer at two sizes then correct speed and launch, and what the program itself
-takes of memory; a third stretch, of another depth, is left out and says how good that is.
+"""Measure this machine for a minute: probes of products, copies, launches and sums, then short runs at two sizes of
+the trainer, which correct speed, launch and the program's own memory; a third, of another depth, says how good that is.
 """
 
 import dataclasses
@@ -19,7 +16,6 @@ import torch
 
 from ..core.hardware import keep_freed_memory, machine, peak_bytes, restart_peak
 from ..models.config import ModelConfig
-from ..planner.cost import step_seconds
 from ..planner.hardware import FITTED, Cluster, this_machine
 from ..planner.memory import IN_A_STEP
 from .build import build_trainer, plan_run
@@ -27,7 +23,7 @@ from .parallel.mesh import make_mesh
 from .parallel.rates import probe_all_reduce, probe_machine
 from .precision import computing_dtype
 from .recipes.recipe import Recipe
-from .recipes.resolved import described, predicted_memory, resolve
+from .recipes.resolved import predicted_memory, predicted_step_seconds, resolve
 from .step import train_step
 
 WARM_UP = 3  # steps before the clock: allocations, compilation, caches
@@ -35,9 +31,7 @@ WARM_UP = 3  # steps before the clock: allocations, compilation, caches
 
 @dataclass(frozen=True)
 class Stretch:
-    """A short run: what was changed in the recipe, the median step and its spread (interquartile) in seconds, and the
-    peak memory of the fullest process.
-    """
+    """A short run: what was changed, its median step and spread (interquartile), the peak of the fullest process."""
 
     name: str
     recipe: Recipe
@@ -46,11 +40,13 @@ class Stretch:
     spread: float
     peak_bytes: int = 0
 
+    def predicted(self, cluster: Cluster) -> float:
+        """The planner's step time."""
+        return predicted_step_seconds(self.config, self.recipe, cluster)
+
 
 def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
-    """The recipe, the same with half the rows, and (left out of the fit) with half the layers. Half the rows go first:
-    its memory has nothing in it that another stretch left.
-    """
+    """The recipe, the same with half the rows (run first, with nothing left in memory) and with half the layers."""
     train, model, layers = recipe.train, recipe.model, plan_run(recipe).config.layers
     half, micro = max(train.rows_per_step // 2, 1), train.rows_per_micro_batch
     kept = micro if half % (micro * recipe.parallel.data) == 0 else None  # None: the default for so many rows
@@ -91,12 +87,6 @@ def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
     return Stretch(name, recipe, plan.config, statistics.median(times), high - low, int(peak.item()))
 
 
-def predict(stretch: Stretch, cluster: Cluster) -> float:
-    """The planner's step time of a stretch."""
-    work, layouts, software = described(stretch.config, stretch.recipe, cluster.device)
-    return step_seconds(work, layouts, cluster, software)
-
-
 def probed(cluster: Cluster, probes: dict[str, float], dtype: str, summed: list[dict[str, float]]) -> Cluster:
     """The machine by its probes: what was measured was reached, so no fraction of it is taken again."""
     chip = dataclasses.replace(
@@ -125,7 +115,7 @@ def refit(runs: list[Stretch], cluster: Cluster, dtype: str) -> Cluster:
         return dataclasses.replace(cluster, chip=chip, constants=slower)
 
     def loss(factors: tuple[float, float]) -> float:
-        errors = [math.log(predict(run, with_factors(*factors)) / run.seconds) for run in runs]
+        errors = [math.log(run.predicted(with_factors(*factors)) / run.seconds) for run in runs]
         return sum(error**2 for error in errors) + 1e-3 * sum(math.log(factor) ** 2 for factor in factors)
 
     speeds = [2 ** (power / 4) for power in range(-12, 13)]
@@ -156,9 +146,9 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
             "run": run.name,
             "measured_seconds": run.seconds,
             "spread_seconds": run.spread,
-            "datasheet_seconds": predict(run, guess),
-            "probes_seconds": predict(run, by_probes),
-            "refit_seconds": predict(run, fitted),
+            "datasheet_seconds": run.predicted(guess),
+            "probes_seconds": run.predicted(by_probes),
+            "refit_seconds": run.predicted(fitted),
             "measured_bytes": run.peak_bytes,
             "refit_bytes": run_bytes[index] + runtime,
             "left_out": index == 2,

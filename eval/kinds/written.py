@@ -4,12 +4,12 @@ as lm-evaluation-harness names them.
 
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...core.errors import WrongUse
 from ...core.scorer import Scorer
+from ...train.finetune.records import NO_PUNCTUATION, answer_f1
 from ..items import Form, Item
 from ..task_file import Matching, Step
 from .kind import Asks, Kind, Outcome
@@ -74,7 +74,7 @@ class GenerateUntil(Kind):
         given = seen(answer, self.task.exact_match)
         return {
             "exact_match": float(any(seen(one, self.task.exact_match) == given for one in item.answers)),
-            "f1_words": max(f1_words(answer, one) for one in item.answers),
+            "f1_words": max(answer_f1(answer, one) for one in item.answers),
             "contains": float(any(one.lower() in answer.lower() for one in item.answers)),
         }
 
@@ -99,7 +99,6 @@ STEPS: dict[str, Callable[[Step, Any], Any]] = {
     "take_first": lambda step, answer: answer,  # one answer is written a question
 }
 
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NO_DIGITS = str.maketrans("", "", string.digits)
 
 
@@ -108,18 +107,5 @@ def seen(text: str, matching: Matching) -> str:
     for pattern in matching.regexes_to_ignore:
         text = re.sub(pattern, "", text)
     text = text.lower() if matching.ignore_case else text
-    text = text.translate(_NO_PUNCTUATION) if matching.ignore_punctuation else text
+    text = text.translate(NO_PUNCTUATION) if matching.ignore_punctuation else text
     return text.translate(_NO_DIGITS) if matching.ignore_numbers else text
-
-
-def squad_words(text: str) -> list[str]:
-    """The words of an answer as SQuAD's own script compares them: lower case, no punctuation, no articles."""
-    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
-
-
-def f1_words(given: str, wanted: str) -> float:
-    """F1 of the words of an answer (SQuAD, Rajpurkar et al. 2016); of two answers without words 1."""
-    ours, theirs = Counter(squad_words(given)), Counter(squad_words(wanted))
-    if not ours or not theirs:
-        return float(ours == theirs)
-    return 2 * (ours & theirs).total() / (ours.total() + theirs.total())

@@ -20,18 +20,22 @@ def tree(**sections: dict) -> dict:
     return base
 
 
-def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself() -> None:
+def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     given = tree(
         train={"batch_rows": None, "batch_tokens": 192},
         model={"preset": "gpt-toy"},
         schedule={"warmup_steps": 5},
     )
-    recipe = resolve(build_recipe(given, Recipe, RULES), "/somewhere")
+    recipe = resolve(build_recipe(given, Recipe, RULES))
+    monkeypatch.chdir("/")
     again = build_recipe(tomllib.loads(dump_toml(recipe)), Recipe, RULES)
     assert again == recipe
-    assert resolve(again, "/elsewhere") == recipe
+    assert resolve(again) == recipe
     assert (recipe.train.batch_rows, recipe.train.micro_batch_rows) == (12, 12)
-    assert recipe.data.sources()[0].path == "/somewhere/tokens"
+    assert recipe.data.sources()[0].path == str(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from throughline.planner.memory import capacity_bytes
 from throughline.train.build import plan_run
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import model_config, predicted_step_seconds
-from throughline.train.study import Stretch, predict, probed, refit
+from throughline.train.study import Stretch, probed, refit
 
 
 def test_refit_finds_the_machine_that_made_the_times(make_recipe: Callable[..., Recipe]) -> None:
@@ -30,10 +30,10 @@ def test_refit_finds_the_machine_that_made_the_times(make_recipe: Callable[..., 
     constants = dataclasses.replace(cluster.constants, launch_s=8e-6)
     truth = dataclasses.replace(cluster, chip=chip, constants=constants)
     runs = [Stretch("run", recipe, model_config(recipe, 64), 1.0, 0.0) for recipe in (big, small)]
-    runs = [dataclasses.replace(run, seconds=predict(run, truth)) for run in runs]
+    runs = [dataclasses.replace(run, seconds=run.predicted(truth)) for run in runs]
     found = refit(runs, cluster, "fp32")
     for run in runs:
-        assert predict(run, found) == pytest.approx(run.seconds, rel=0.02)
+        assert run.predicted(found) == pytest.approx(run.seconds, rel=0.02)
     assert found.constants.launch_s == pytest.approx(8e-6, rel=0.5)
 
 

@@ -87,10 +87,7 @@ class CheckpointWriter:
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> None:
-        """Start a checkpoint of this moment; training stands still until it is copied.
-
-        Waits for the one before, so at most one copy of the state is in memory; its failure is raised here.
-        """
+        """Start a checkpoint of this moment, when the one before is written; raises what went wrong with that."""
         self.wait()
         snapshot = take_snapshot(trainer, self._buffers)
         self._pending = self._thread.submit(self._write, snapshot, facts or {})
@@ -102,7 +99,6 @@ class CheckpointWriter:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written."""
         return self._pending is None or self._pending.done()
 
     def wait(self) -> Path | None:
@@ -111,14 +107,11 @@ class CheckpointWriter:
         return pending.result() if pending else None
 
     def abandon(self) -> None:
-        """The run has failed: wait no longer for the other processes, whose parts may never come. An unfinished
-        checkpoint never appears, and is no news beside the failure.
-        """
+        """The run has failed: wait no longer for other processes, whose parts may never come."""
         self._abandoned.set()
         self._thread.shutdown(wait=True)
 
     def close(self) -> None:
-        """Wait for the last checkpoint and end the thread."""
         try:
             self.wait()
         finally:
@@ -193,9 +186,7 @@ class CheckpointWriter:
         return tables
 
     def _retire(self, newest: Path) -> None:
-        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken
-        for a whole. One of a later step is damaged, since the run did not go on from it: it does not count.
-        """
+        """Remove the oldest beyond `keep`, manifests first; one of a later step is damaged and does not count."""
         complete = [path for path in checkpoints(self.directory) if path.name <= newest.name]
         for path in complete[self.keep :] if self.keep else []:
             (path / MANIFEST).unlink()

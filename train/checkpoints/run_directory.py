@@ -1,6 +1,4 @@
-"""The directory of a run: whose it is, whether a recipe may go on in it, where its checkpoints lie, and which of them
-is whole.
-"""
+"""The directory of a run: whose it is, which recipe may go on in it, which of its checkpoints is whole."""
 
 import shutil
 import time
@@ -12,7 +10,7 @@ from typing import Any
 from ...core.artifact import MANIFEST, Input, Manifest, is_artifact, read_manifest, verify_artifact
 from ...core.console import say, warn
 from ...core.errors import Refused, ThroughlineError, WrongUse, download_hint
-from ...core.files import sha256_file, write_atomic
+from ...core.files import leaves, sha256_file, write_atomic
 from ...core.recipe import dump_toml, load_recipe
 from ...core.workspace import Workspace
 from ..logs.target import reached
@@ -134,7 +132,7 @@ def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
     if resume == "never":
         fix = "--resume auto continues it; --run-dir starts elsewhere"
         raise WrongUse("a run is already there", where=file.parent, fix=fix)
-    before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
+    before, now = (dict(leaves(_placeless(tree))) for tree in (load_recipe(file, Recipe), recipe))
     # one left alone sends nothing
     free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
@@ -154,13 +152,6 @@ def _placeless(recipe: Recipe) -> dict[str, Any]:
     tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
     tree["data"] |= {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
     return tree
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
 
 
 def check_inputs(checkpoint: Path, inputs: Sequence[Input]) -> None:

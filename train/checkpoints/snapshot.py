@@ -1,6 +1,4 @@
-"""What a checkpoint holds of a run: a copy of its tensors at one step, cut as the layout cuts them, and the table
-of the pieces (`tensors.json`), by which any layout reads what any other wrote.
-"""
+"""What a checkpoint holds: a copy of a run's tensors as its layout cuts them, and the table of the pieces."""
 
 import json
 import math
@@ -87,7 +85,6 @@ class Buffers:
         return kept
 
     def plan(self, trainer: Trainer) -> list[tuple[Key, Tensor]]:
-        """What `prepare` is to make room for."""
         return [(key, value.detach()) for key, value, part in _saved(trainer) if part is not None]
 
     def prepare(self, plan: Sequence[tuple[Key, Tensor]]) -> None:
@@ -191,10 +188,7 @@ def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> 
 
 
 class TensorReader:
-    """Tensors of one group, or parts of them, put together from their chunks, whatever layout wrote them.
-
-    The table has a tensor on each line, decoded when it is asked for: thousands of processes have a million chunks.
-    """
+    """Parts of a group's tensors, whatever layout wrote them. A line of the table is decoded when it is asked for."""
 
     def __init__(self, directory: Path, group: str) -> None:
         self.directory, self.lines, within = directory, dict[str, str](), ""
@@ -219,7 +213,6 @@ class TensorReader:
         return self._entry[1]
 
     def __call__(self, name: str) -> Tensor:
-        """The whole tensor of that name, on the host."""
         return self.part(name, Box.whole(tuple(self.entry(name)["shape"])))
 
     def part(self, name: str, box: Box) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...core.artifact import MANIFEST, is_artifact, verify_artifact
 from ...core.errors import Failed, Refused, WrongUse
+from ...core.files import leaves
 from ...data.backends import Reference, difference
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
@@ -204,7 +205,9 @@ def read_megatron(path: Path) -> GPT | BERT:
     if not isinstance(state, Mapping) or arguments is None:
         raise WrongUse("not a Megatron-LM checkpoint", where=path, why="it has no model and args")
     heads = int(arguments.num_attention_heads)
-    values = {our_name(name): value for name, value in _tensors(state)}
+    tensors = [(name, x) for name, x in leaves(state) if isinstance(x, Tensor)]
+    # an extra state only says how to load it
+    values = {our_name(name): x for name, x in tensors if not name.endswith("_extra_state")}
     if "language_model" in state:
         version = float(tree.get("checkpoint_version", 0))
         for name in (name for name in values if ".attention.qkv." in name):
@@ -219,17 +222,6 @@ def read_megatron(path: Path) -> GPT | BERT:
         raise Refused("the checkpoint has parts that ours do not", where=path, why=str(error)) from error
     assert isinstance(model, (GPT, BERT))
     return model.eval()
-
-
-def _tensors(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
-    """The parameters of a tree of tables, by names with dots; without what only says how to load it."""
-    found: list[tuple[str, Tensor]] = []
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            found += _tensors(value, f"{prefix}{name}.")
-        elif isinstance(value, Tensor) and not name.endswith("_extra_state"):
-            found.append((prefix + name, value))
-    return found
 
 
 def our_name(name: str) -> str:

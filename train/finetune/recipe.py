@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from ...core.recipe import Problem, Section
 from ..recipes.recipe import Fraction, ParallelSection, Recipe
-from ..recipes.resolved import usual_precision
+from ..recipes.resolved import absolute, usual_precision
 from ..recipes.rules import spread_rule
 
 
@@ -23,9 +22,7 @@ class RecordsSection(Section):
     validation_fraction: Fraction = 0.2
     """Share of the records held out when `validation` is not given."""
     text_field: str = "text"
-    """Field of the text; a list of words for token-classification, the query for retrieval, the prompt for
-    instruction.
-    """
+    """Field of the text; of words for token-classification, the query for retrieval, the prompt for instruction."""
     pair_field: str = ""
     """Field of a second text: of a sentence pair, or the passage that answers a query in retrieval."""
     label_field: str = "label"
@@ -67,9 +64,7 @@ class FinetuneTrainSection(Section):
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 = not clipped."""
     micro_batch_rows: int | None = Field(default=None, gt=0)
-    """Records that a process computes at once, its others are accumulated; by default all. Retrieval compares the
-    passages of these.
-    """
+    """Records that a process computes at once (default: all); retrieval compares the passages of these."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations recomputed in backward: none, every layer, or the attention core alone."""
     offload: bool = False
@@ -77,9 +72,7 @@ class FinetuneTrainSection(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the model, as of a training run: with bf16 and fp16 its weights have 16 bits, and what is moved,
-    measured and saved are their fp32 masters; auto takes what the GPU is made for, and fp32 on a CPU.
-    """
+    """Arithmetic of the model, as of a training run; of 16-bit weights the fp32 masters are measured and saved."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained."""
     seed: int = Field(default=0, ge=0)
@@ -92,9 +85,7 @@ class FinetuneRecipe(Section):
     version: Literal[1] = 1
     """Version of the recipe format."""
     task: Literal["classification", "token-classification", "question-answering", "retrieval", "instruction"]
-    """What is learnt: labels of texts, labels of words, spans that answer questions, embeddings of queries and
-    passages, or (GPT) responses to prompts.
-    """
+    """What is learnt: labels of texts or words, spans that answer, embeddings, or (GPT) responses to prompts."""
     model: StartSection = StartSection()
     data: RecordsSection = RecordsSection()
     train: FinetuneTrainSection = FinetuneTrainSection()
@@ -141,9 +132,7 @@ RULES = (inputs_rule, layout_rule)
 
 
 def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
-    """The run over so many records: AdamW, linear warm-up and decay; measured and saved at the end of each epoch,
-    which has whole batches.
-    """
+    """The run over so many records, measured and saved at the end of each epoch, which has whole batches."""
     given = recipe.train
     epoch = math.ceil(records / given.batch_rows)
     steps = given.epochs * epoch
@@ -173,10 +162,6 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
 
 def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:
     """The recipe with absolute paths, and the precision that `auto` means here."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).resolve()) if path else ""
-
     paths = {name: absolute(getattr(recipe.data, name)) for name in ("train", "validation")}
     data, train = recipe.data.model_copy(update=paths), recipe.train
     if train.precision == "auto":

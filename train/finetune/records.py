@@ -1,6 +1,4 @@
-"""Labelled records: read, split by their hash, framed as rows for a model, and what predictions of them score, as the
-official scripts compute it.
-"""
+"""Labelled records: read, split by hash, framed as rows; predictions scored as official scripts do."""
 
 import hashlib
 import json
@@ -15,10 +13,10 @@ import numpy as np
 
 from ...core.errors import Failed, WrongUse
 from ...data import records
+from ...data.dataset import NO_TARGET
 from ...data.tokenizer import Tokenizer
-from ..loss import IGNORED
 
-ARTICLES = re.compile(r"\b(a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 Record = dict[str, Any]
 Row = dict[str, np.ndarray]  # input_ids (S,), token_types (S,), and what the task adds
 
@@ -50,9 +48,7 @@ def read_records(path: str, squad: bool = False) -> list[Record]:
 
 
 def held_out(record: Record, fields: Sequence[str], fraction: float) -> bool:
-    """Whether a record belongs to the part that is measured on: decided by its content alone, so that equal
-    records stay on one side.
-    """
+    """Whether a record is measured on: decided by its content alone, so that equal records stay on one side."""
     content = json.dumps([record.get(field) for field in fields if field], ensure_ascii=False)
     digest = hashlib.sha256(content.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
@@ -70,9 +66,7 @@ def fields_of(records: Iterable[Record], *fields: str) -> Iterator[tuple[Any, ..
 
 
 def pair_row(tokenizer: Tokenizer, first: np.ndarray, second: np.ndarray | None, length: int) -> Row:
-    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP] with the tokenizer's separators between, of at most `length` tokens: the
-    longer one is shortened first.
-    """
+    """[CLS] A [SEP] or [CLS] A [SEP] B [SEP], with all separators, at most `length` tokens: the longer is cut first."""
     parts = [first] if second is None else [first, second]
     between = 0 if second is None else tokenizer.separators - 1  # beside the one that ends each
     room = length - 1 - len(parts) - between
@@ -98,7 +92,7 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, np.ndarray]:
         if first.ndim == 0:
             batch[name] = np.array(values)
         else:
-            empty = {"input_ids": pad_id, "targets": IGNORED}.get(name, 0)
+            empty = {"input_ids": pad_id, "targets": NO_TARGET}.get(name, 0)
             batch[name] = np.full(real.shape, empty, np.int64)
             batch[name][real] = np.concatenate(values)
     return batch
@@ -157,23 +151,23 @@ def tagging(predicted: Sequence[Sequence[str]], right: Sequence[Sequence[str]]) 
     }
 
 
-def normalise_answer(text: str) -> str:
-    """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
-    text = "".join(ch for ch in text.lower() if ch not in string.punctuation)
-    return " ".join(ARTICLES.sub(" ", text).split())
+def answer_words(text: str) -> list[str]:
+    """The words of an answer as SQuAD's own script compares them: lower case, no punctuation, no articles."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
 def answer_f1(predicted: str, right: str) -> float:
-    """F1 of the words of two answers in normal form."""
-    said, were = normalise_answer(predicted).split(), normalise_answer(right).split()
-    shared = sum((Counter(said) & Counter(were)).values())
-    return 2 * shared / (len(said) + len(were)) if shared else 0.0
+    """F1 of the words of an answer (SQuAD, Rajpurkar et al. 2016); of two answers without words 1."""
+    said, were = Counter(answer_words(predicted)), Counter(answer_words(right))
+    if not said or not were:
+        return float(said == were)
+    return 2 * (said & were).total() / (said.total() + were.total())
 
 
 def squad(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
     """Exact match and F1 in percent, each question with the best of its answers (Rajpurkar et al. 2016)."""
     exact = [
-        max(normalise_answer(text) == normalise_answer(answer) for answer in given)
+        max(answer_words(text) == answer_words(answer) for answer in given)
         for text, given in zip(predicted, answers, strict=True)
     ]
     f1 = [max(answer_f1(text, answer) for answer in given) for text, given in zip(predicted, answers)]

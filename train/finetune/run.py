@@ -1,6 +1,4 @@
-"""Fine-tuning: an objective of the one training loop, and a model artifact at the end. Until that is written the run
-stands beside it, in a directory named by the recipe's hash: the same command goes on with it.
-"""
+"""Fine-tuning: an objective of the one training loop, in a run that stands beside its model artifact till the end."""
 
 import json
 import shutil
@@ -23,7 +21,6 @@ from ...models.gpt import GPT
 from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
 from ...models.sentence import read_sentence
-from ...planner.layout import require_world
 from ..build import RunPlan
 from ..checkpoints.checkpoint import load_weights
 from ..checkpoints.run_directory import locate
@@ -37,6 +34,7 @@ from ..memory import check_memory
 from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
 from ..precision import pick_device
+from ..recipes.rules import require_processes
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, fields_of, held_out, read_records
 from .tasks import TASKS, Task
@@ -151,8 +149,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     content, beside = tokenizer_file.read_bytes(), tokenizer_file.parent
     groups = [rows[start : start + each] for start in range(0, len(rows), each)]
     run, config = training_recipe(recipe, len(groups)), base.config
-    batch = run.train.sequence_length, run.train.rows_per_step, run.train.rows_per_micro_batch
-    require_world(run.parallel.layout(), running_processes()[1], config, *batch, lambda *_: True)
+    require_processes(run, config, running_processes()[1])
     named = (recipe.model.init_from, recipe.data.train, recipe.data.validation)
     inputs = [input_record(path) for path in named if path]
     return TaskPlan(

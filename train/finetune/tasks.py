@@ -54,8 +54,6 @@ class Task:
         raise NotImplementedError
 
     def objective(self, config: ModelConfig) -> Objective:
-        """For an engine, which then needs values."""
-
         def empty(dtype: torch.dtype) -> Model:
             model: Any = empty_model(config, dtype=dtype)
             if self.head is not None:
@@ -171,9 +169,7 @@ class TokenClassification(Task):
 
 @dataclass
 class QuestionAnswering(Task):
-    """Contexts longer than a row become windows that share `window_stride` tokens; an answer outside a window
-    is its [CLS] (Devlin et al. 2018, section 4.2).
-    """
+    """Long contexts become windows; an answer outside a window is its [CLS] (Devlin et al. 2018, section 4.2)."""
 
     head: Head | None = field(default_factory=lambda: Head("question-answering"))
     windows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)  # record, first place, offsets
@@ -233,9 +229,7 @@ def best_span(start: np.ndarray, end: np.ndarray, longest: int) -> tuple[float, 
 
 @dataclass
 class Retrieval(Task):
-    """Contrastive pairs: each query against every passage of its batch (van den Oord et al. 2018, InfoNCE), by
-    the cosine of the vectors that `throughline embed` gives: of the mean over tokens, or as the directory says.
-    """
+    """Each query against every passage of its batch by cosine, as `embed` (van den Oord et al. 2018, InfoNCE)."""
 
     untrained: tuple[str, ...] = ("mlm_", "pooler.", "nsp.")
     rows_per_record: int = 2  # query, passage

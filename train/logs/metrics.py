@@ -18,6 +18,7 @@ import torch
 
 from ...core.artifact import version
 from ...core.console import progress
+from ...core.files import leaves
 from ...core.hardware import find_chip, machine
 from ...core.workspace import Workspace, read_records
 from ..build import RunPlan
@@ -77,17 +78,11 @@ def read_metrics(run: Path | str) -> list[Record]:
 
 def flat(record: Record) -> dict[str, float]:
     """The numbers of a record under slash-joined names, for dashboards."""
-    numbers: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            numbers |= {f"{key}/{name}": number for name, number in flat(value).items()}
-        elif isinstance(value, int | float) and key != "step":
-            numbers[key] = value
-    return numbers
+    found = leaves(record, "/")
+    return {name: value for name, value in found if isinstance(value, int | float) and name != "step"}
 
 
 def _open_sink(kind: str, run: Path, name: str) -> Callable[[Sequence[Record]], None]:
-    """A dashboard: what gives it records."""
     if kind == "wandb":
         import wandb
 
@@ -138,7 +133,6 @@ class PhaseMemory:
         self.peak = max(self.peak, used)
 
     def record(self) -> Record:
-        """As it stands in metrics.jsonl."""
         return {"host": self.host} | ({"gpu": self.gpu} if self.gpu else {})
 
 
@@ -224,7 +218,6 @@ class StepReport:
         self._start = None
 
     def add(self, result: StepResult, factor: float, batch: StepBatch, bar: progress) -> None:
-        """The record and the line of a step that has ended."""
         assert self._start is not None
         seconds, self._start = result.read_at - self._start, result.read_at
         step, recipe, scaler, engine = result.step, self.plan.recipe, self.trainer.scaler, self.trainer.engine
@@ -264,7 +257,6 @@ class StepReport:
         return round(share, 4) if share <= 1 else None
 
     def summary(self) -> dict[str, Any]:
-        """What the steps of this process came to."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         return {
             "loss": self.last.get("loss"),

@@ -63,7 +63,6 @@ class Profile:
         self._open, self._steps = True, 0
 
     def step(self) -> None:
-        """A step ended."""
         if self._open:
             self._steps += 1
             self._profile.step()

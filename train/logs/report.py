@@ -193,9 +193,7 @@ class Difference:
 
 
 def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
-    """The largest relative difference of each figure over the steps that both runs logged. Raises WrongUse when one has
-    no metrics or they share no step.
-    """
+    """The largest relative difference of each figure over the steps of both. Raises WrongUse where there are none."""
     tables = []
     for run in (first, second):
         if not (Path(run) / FILE).is_file():

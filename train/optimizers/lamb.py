@@ -140,7 +140,6 @@ class Lamb(torch.optim.Optimizer):
         return sums.index_add_(0, self._matrix_of_rows(part), torch.stack(rows, 1))
 
     def _matrix_of_rows(self, part: LocalShard) -> Tensor:
-        """Which of its matrices each row of the part belongs to."""
         count, rows = self.interleaved(part.name)
         start, size = part.spec.box.start[0], part.spec.box.size[0]
         return torch.arange(start, start + size, device=part.value.device) // rows % count

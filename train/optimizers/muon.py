@@ -63,7 +63,6 @@ class MuonAdamW(torch.optim.AdamW):
         super().step()
 
     def _tensor(self, part: LocalShard) -> Axis:
-        """The tensor axis where it cuts a parameter."""
         return ALONE if part.cut is None else self.whole.tensor
 
     def _spread(

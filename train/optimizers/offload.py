@@ -109,9 +109,7 @@ class HostOffload:
                 module.register_forward_pre_hook(hook, prepend=True)
 
     def _make_scratch(self) -> None:
-        """For each parameter room for its gradient in the master's dtype, shared by the units, which are updated one by
-        one. Kept: fresh memory of this size costs more time (page faults) than the update itself.
-        """
+        """Room for gradients in the masters' dtype, shared by units; kept: fresh memory costs more than an update."""
         sizes = [[side.master.numel() for side in unit.sides] for unit in self._units.values()]
         room = torch.empty(max(map(sum, sizes)), dtype=self.sides[0].master.dtype)
         for unit, numbers in zip(self._units.values(), sizes):
@@ -177,7 +175,6 @@ class HostOffload:
         return [side for side in self.sides if side.received]
 
     def discard(self) -> None:
-        """Forget the gradients: the step is skipped."""
         for side in self._moved():
             side.received, side.arrival, side.norm = 0, None, None
         self._flying.clear()

@@ -60,10 +60,7 @@ class Signs:
 
 
 class CommunicationHook:
-    """How the gradients of the copies of a model become one; this one sums them as they are.
-
-    `kept` is what this process alone knows, by name: what its compressions lost so far, for one. A checkpoint has it.
-    """
+    """How gradients of copies become one, here as they are. A checkpoint has `kept`: what this process alone knows."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator

@@ -167,7 +167,6 @@ class _Passing:
         self.works = dist.batch_isend_irecv([sending, receiving])
 
     def wait(self) -> Tensor:
-        """What came."""
         for work in self.works:
             work.wait()
         return self.received

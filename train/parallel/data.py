@@ -130,12 +130,10 @@ class Communicator:
         self.axis, self.bytes_sent = axis, 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum in place."""
         self.count_all_reduce(x.nbytes, self.axis)
         return self.axis.all_reduce(x)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum these in place."""
         sum_gradients(tensors, self.axis)
         self.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self.axis)
 
@@ -159,10 +157,7 @@ class Communicator:
 
 
 def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, computed: torch.dtype) -> None:
-    """Shard a stage on the meta device, its blocks and the rest of it, over the shard axis; nothing without one.
-
-    Weights are gathered in the dtype of the products, `computed`; gradients are added up in fp32 at least.
-    """
+    """Shard a stage on the meta device, its blocks and its rest; weights are gathered in the dtype `computed`."""
     device_mesh = mesh.sharding_mesh()
     if device_mesh is None:
         return
@@ -192,9 +187,7 @@ def before_backward(stage: Any, layout: Layout, last: bool) -> None:
 
 
 def share_experts(trunk: nn.Module, axis: Axis) -> None:
-    """Cut the experts of a model on the meta device over an axis, and send rows to them (GShard, Lepikhin et al. 2021).
-    Names stay; routing and the router's losses know nothing of it.
-    """
+    """Cut the experts of a model on the meta device, and send rows to them (GShard, Lepikhin et al. 2021)."""
     if axis.group is None:
         return
     for module in trunk.modules():

@@ -1,7 +1,4 @@
-"""Job files for `throughline launch --emit`, from `templates/`: complete, commented, printed and never submitted.
-
-One machine runs `throughline launch`; several run torchrun, whose agents meet on the first one.
-"""
+"""Job files for `throughline launch --emit`, from `templates/`: complete, commented, printed and never submitted."""
 
 import json
 import re

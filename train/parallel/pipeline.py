@@ -73,10 +73,7 @@ class Pipeline:
 def run_forward(
     stages: Sequence[Stage], batch: dict[str, torch.Tensor], layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """One micro-batch through the pipeline without gradients: the sums of the last stage, None elsewhere.
-
-    torch's own evaluation does not know the V placement of zero-bubble.
-    """
+    """Sums of one micro-batch on the last stage, without gradients; torch has no evaluation for a V of zero-bubble."""
     by_index = {stage.index: stage for stage in stages}
     mesh = stages[0].mesh
     holders = {index: rank for rank in range(layout.pipeline) for index in layout.stages_of(rank)}

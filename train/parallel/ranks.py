@@ -98,9 +98,7 @@ class Ranks:
             ) from error
 
     def first_decides(self, decide: Callable[[], Decision]) -> Decision:
-        """What `decide` returns on the first process, on every one. Collective, without a time limit. When it raises an
-        error of a user, the others end silently with its exit code.
-        """
+        """What the first `decide` returns, or the exit code of its error, for all. Collective, without a time limit."""
         self._turns += 1
         if not self.leads:
             answer, exit_code = _read(f"turn/{self._turns}")
@@ -240,7 +238,6 @@ class Heartbeat:
             self._thread.start()
 
     def mark(self, phase: str, step: int | None = None) -> None:
-        """A phase of the run ended on this process."""
         self._after, self._since = phase, time.monotonic()
         self._step = self._step if step is None else step
         self._marks += 1
@@ -252,13 +249,11 @@ class Heartbeat:
         return name_behind(places, time.time(), 3 * self._interval + 1.0)
 
     def close(self) -> None:
-        """Write no more."""
         if self.directory is not None:
             self._end.set()
             self._thread.join()
 
     def remove(self) -> None:
-        """Take the records of all processes away."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 

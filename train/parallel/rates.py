@@ -1,6 +1,4 @@
-"""How fast this process multiplies, copies, starts kernels and adds up with the others: for `throughline doctor`,
-which names the slow one, and for `throughline study`. All processes are measured at the same time, as in training.
-"""
+"""How fast this process multiplies, copies, starts kernels and sums with the others: for `doctor` and `study`."""
 
 import statistics
 import time

@@ -206,9 +206,7 @@ class HeadsNorm(nn.Module):
 
 
 def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
-    """Cut the parameters of a model on the meta device by the table, and replace the layers that communicate.
-    With `keeps` gathered rows stay for backward: for blocks whose forward is repeated right before it.
-    """
+    """Cut a model on the meta device. With `keeps`, for repeated forwards, gathered rows stay for backward."""
     if axis.group is None:
         return
     for name, parameter in list(model.named_parameters()):

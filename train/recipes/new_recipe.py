@@ -88,9 +88,7 @@ def new_recipe(
 
 
 def usual_sections(config: ModelConfig, rows: int, length: int, steps: int) -> dict[str, dict[str, Any]]:
-    """What every run should have beside data, model and layout: a published rate with its warm-up, figures on text
-    that is held out, and checkpoints.
-    """
+    """What every run should have: a published rate with its warm-up, figures on held-out text, checkpoints."""
     bert, every = family_of(config) == "bert", max(steps // 20, 1)
     rate = 1e-4 if bert else GPT3[min(GPT3, key=lambda size: abs(size - config.parameter_count()))][1]
     warmup = steps // 100 if bert else min(max(round(WARMUP_TOKENS / (rows * length)), 1), steps // 10)

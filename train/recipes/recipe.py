@@ -110,9 +110,7 @@ class ScheduleSection(Section):
 
 
 class BatchRampSection(Section):
-    """A batch that grows to its whole size in equal steps over the first rows of a run, as that of the 530B run
-    did (Smith et al. 2022, section 3.2). The rows are read in the order in which a fixed batch would read them.
-    """
+    """A batch that grows in equal steps over the first rows of a run, read in order (Smith et al. 2022, 3.2)."""
 
     start_rows: int = Field(gt=0)
     """Rows of the first step."""
@@ -270,7 +268,6 @@ class ParallelSection(Section):
     """Wait of a process for the others, in any collective, before the run counts as stalled and starts again."""
 
     def layout(self) -> Layout:
-        """The layout that these fields describe."""
         fields = self.model_dump(exclude={"timeout_seconds"})
         return Layout(**fields | {"layers_per_stage": tuple(self.layers_per_stage)})
 
@@ -286,7 +283,6 @@ class CompressionSection(Section):
     """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam."""
 
     def warmup(self, steps: int) -> int:
-        """The warm-up of a run of so many steps."""
         usual = steps * 15 // 100 if self.scheme == "one-bit-adam" else 10
         return usual if self.warmup_steps is None else self.warmup_steps
 

@@ -1,6 +1,4 @@
-"""What follows from a recipe: the model, the precision of this machine, everything written out, and what the planner
-says of the run. No torch: a recipe is checked, shown and planned on a machine that cannot train it.
-"""
+"""What follows from a recipe, without torch: the model, the precision here, everything written out, the prediction."""
 
 import dataclasses
 import math
@@ -19,7 +17,6 @@ from ...planner.hardware import Cluster, this_machine
 from ...planner.layout import ZERO_BUBBLE, default_micro_rows
 from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
 from ...planner.report import layout_report
-from ...planner.tables import optimizer_numbers, parameter_shapes
 from ...planner.traffic import StepShape, prepared_places, with_compression
 from ...planner.work import (
     LARGE_VOCABULARY,
@@ -31,6 +28,7 @@ from ...planner.work import (
     layouts_of,
     on_processor,
     uncompiled,
+    with_optimizer,
 )
 from .recipe import ObjectiveSection, Recipe
 
@@ -108,18 +106,14 @@ def _own_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def usual_precision(device: str) -> str:
-    """What `auto` means on this machine: bf16 on a GPU that computes in it, fp16 on one with such tensor cores
-    (T4, V100), else fp32. Small models on a CPU are as fast in fp32, and exact.
-    """
+    """What `auto` means here: bf16 or fp16 on a GPU that computes in it, else fp32, on a CPU as fast and exact."""
     found = _capabilities() if device != "cpu" else []
     able = [name for name in ("bf16", "fp16") if found and all(computes_in(name, each) for each in found)]
     return able[0] if able else "fp32"
 
 
 def _capabilities() -> list[str]:
-    """Of the GPUs that torch computes on; without torch, of those that the driver names. torch, which takes seconds,
-    is imported where there may be any.
-    """
+    """Of the GPUs that torch, if it is there, computes on; else of those that the driver names."""
     named = [gpu.capability for gpu in machine().gpus]
     if not (named or "torch" in sys.modules or any(map(os.path.exists, GPU_FILES))):
         return []
@@ -133,14 +127,13 @@ def _capabilities() -> list[str]:
     return ["{}.{}".format(*capability(device)) for device in devices]
 
 
-def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
-    """The recipe, itself valid input, with everything that follows from it written out: absolute paths (relative ones
-    are taken from `base`), rows, the objective.
-    """
+def absolute(path: str) -> str:
+    """A path from the root; what is no path stays."""
+    return str(Path(path).resolve()) if path and not path.startswith("datasets:") else path
 
-    def absolute(path: str) -> str:
-        return str((Path(base) / path).resolve()) if path and not path.startswith("datasets:") else path
 
+def resolve(recipe: Recipe) -> Recipe:
+    """The recipe, itself valid input, with what follows from it written out: absolute paths, rows, the objective."""
     data, train, family = recipe.data, recipe.train, model_family(recipe)
     sources = [source.model_copy(update={"path": absolute(source.path)}) for source in data.sources()]
     precision: str = train.precision
@@ -168,15 +161,14 @@ def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
 
 
 def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
-    """A resolved recipe as the planner takes it. On a processor memory is that of the host, and times are what `study`
-    measured, compiled or not.
-    """
+    """A resolved recipe as the planner takes it; on a processor with the memory of the host."""
     train = recipe.train
     shape = step_shape(recipe)
     places = shape.rows * shape.length // recipe.parallel.context
     predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
+    software = with_optimizer(software, recipe.optimizer.name, config)
     splits = layout.schedule in ZERO_BUBBLE and layout.pipeline > 1
     if splits or (train.compile == "off" and device != "cpu"):
         software = uncompiled(software)
@@ -184,13 +176,9 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
         stages = tuple(len(layout.layers_of(stage, config.layers)) for stage in range(layout.stages))
         layout = dataclasses.replace(layout, layers_per_stage=stages)
     layouts = layouts_of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
-    shapes = parameter_shapes(config).items()
-    slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
-    moments = software.precision.gradient * slots / config.parameter_count()
     evaluated = train.sequence_length * evaluated_rows(device, config.vocab_size, train.sequence_length)
     software = dataclasses.replace(
         software,
-        precision=dataclasses.replace(software.precision, moments=moments),
         loss_bytes=12 if config.vocab_size < LARGE_VOCABULARY else software.loss_bytes,
         dropout=config.dropout > 0,
         forwards_first=recipe.parallel.schedule == "gpipe",

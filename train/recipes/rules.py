@@ -1,14 +1,21 @@
 """The rules of a training recipe that span fields: each returns its problems, and all are shown at once."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
 from ...core.errors import WrongUse
 from ...core.recipe import Problem
 from ...models.config import BERTConfig, ModelConfig, family_of
-from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems, nearest_layouts, set_options
+from ...planner.layout import (
+    AXES,
+    ZERO_BUBBLE,
+    Layout,
+    layout_problems,
+    nearest_layouts,
+    require_world,
+    set_options,
+)
 from .recipe import ObjectiveSection, Recipe
 from .resolved import micro_rows, model_config, model_family
 
@@ -98,7 +105,7 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def model_rule(recipe: Recipe) -> Iterable[Problem]:
-    """The preset exists, its fields can be set, the shape can be built and holds a row."""
+    """The preset exists, its fields can be set, the shape can be built, holds a row and suits the other sections."""
     try:
         config = model_config(recipe)
     except WrongUse as error:
@@ -121,19 +128,13 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
         if sentences != "none" and not (config.nsp and config.token_types >= 2):
             text = f"{sentences} needs a model with nsp and two token types"
             yield Problem("objective.sentences", text, 'set it to "none"')
+    for rule in (parallel_rule, products_rule, expert_rule):
+        yield from rule(recipe, config)
 
 
-def _config(recipe: Recipe) -> ModelConfig | None:
-    with suppress(WrongUse):  # model_rule says so
-        return model_config(recipe)
-    return None
-
-
-def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
+def parallel_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
     """The degrees fit the model and the batch, and one another."""
     layout = recipe.parallel.layout()
-    if (config := _config(recipe)) is None:
-        return
     rows, micro = recipe.train.rows_per_step, micro_rows(recipe)
     batch = recipe.train.sequence_length, rows, micro
     problems = layout_problems(layout, config, *batch)
@@ -171,7 +172,7 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("train.offload", text, 'optimizer.name = "adamw"')
 
 
-def products_rule(recipe: Recipe) -> Iterable[Problem]:
+def products_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
     """fp8 products have bf16 weights, and matrices of whole tiles on each tensor process."""
     train = recipe.train
     if train.matmul == "same":
@@ -179,8 +180,6 @@ def products_rule(recipe: Recipe) -> Iterable[Problem]:
     if train.precision not in ("auto", "bf16"):
         text = f"fp8 products are made of bf16 weights, and train.precision is {train.precision}"
         yield Problem("train.matmul", text, 'train.precision = "bf16"')
-    if (config := _config(recipe)) is None:
-        return
     parts, kv_heads = recipe.parallel.tensor, config.key_value_heads
     sizes = {
         "width": (config.width, 1),
@@ -197,9 +196,9 @@ def products_rule(recipe: Recipe) -> Iterable[Problem]:
             yield Problem(f"model.overrides.{name}", text, f'{near} fits, or train.matmul = "same"')
 
 
-def expert_rule(recipe: Recipe) -> Iterable[Problem]:
+def expert_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
     """What is not there yet for a model of experts."""
-    if (config := _config(recipe)) is None or not getattr(config, "experts", 0):
+    if not getattr(config, "experts", 0):
         return
     if (name := recipe.optimizer.name) != "adamw":
         text = f"{name} takes the stacked matrices of experts for one"
@@ -210,6 +209,13 @@ def expert_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("train.offload", "experts are not proven with offload", "train.offload = false")
     if recipe.compression.scheme != "none":
         yield Problem("compression.scheme", "experts are not proven with it", 'scheme = "none"')
+
+
+def require_processes(recipe: Recipe, config: ModelConfig, processes: int) -> None:
+    """Raise WrongUse, with the nearest layouts that the recipe can have, unless its own is of so many processes."""
+    train, layout = recipe.train, recipe.parallel.layout()
+    batch = train.sequence_length, train.rows_per_step, train.rows_per_micro_batch
+    require_world(layout, processes, config, *batch, partial(can_be_had, recipe))
 
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
@@ -247,18 +253,14 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
-    """Tasks are scored at steps that have an evaluation."""
+    """Tasks are scored at steps that have an evaluation, and a target is looked at by evaluations with its figure."""
     every, usual = recipe.evaluation.every_steps, recipe.train.eval_every_steps
     if recipe.evaluation.tasks and every and (not usual or every % usual):
         text = f"{every} is no multiple of train.eval_every_steps = {usual}"
         yield Problem("evaluation.every_steps", text, f"train.eval_every_steps = {every}")
-
-
-def target_rule(recipe: Recipe) -> Iterable[Problem]:
-    """A target is looked at by evaluations that give its figure."""
     if recipe.target is None:
         return
-    if not recipe.train.eval_every_steps:
+    if not usual:
         text = "no evaluation would look at it"
         yield Problem("target.figure", text, f"train.eval_every_steps = {max(recipe.train.steps // 20, 1)}")
     family, figure = model_family(recipe), recipe.target.figure
@@ -274,11 +276,7 @@ RULES = (
     family_rule,
     data_rule,
     model_rule,
-    parallel_rule,
     spread_rule,
-    products_rule,
-    expert_rule,
     compression_rule,
     evaluation_rule,
-    target_rule,
 )
