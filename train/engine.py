@@ -156,7 +156,7 @@ class Engine:
         shape = (len(batch.micro_batches), rows, part * self.mesh.context.size)
         if shape not in self._pipelines:  # a schedule is for one shape: another one would abort the processes
             self._pipelines.clear()
-            self._pipelines[shape] = Pipeline(self.stages, self.layout, *shape, self.dtype)
+            self._pipelines[shape] = Pipeline(self.stages, *shape, self.dtype)
         return self._pipelines[shape]
 
     def _inverse_counts(self, batch: StepBatch) -> Tensor:
@@ -187,7 +187,7 @@ class Engine:
             mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
             how = family_of(self.config), own, self.device, mask_fraction
             prepared = prepare(mine, *how, context=self.mesh.context)
-            sums = run_forward(self.stages, prepared.micro_batches[0], self.layout, self.dtype)
+            sums = run_forward(self.stages, prepared.micro_batches[0], self.dtype)
             if sums is not None and self.mesh.tensor.rank == 0:
                 total += sums
         for stage, head in zip(self.stages, heads):

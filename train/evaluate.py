@@ -37,7 +37,11 @@ class Validation:
         """The figures over the first `rows` rows, or over all. The model's mode is given back as it was."""
         sums = engine.evaluate(self._rows(rows, engine.layout.data), self.plan.recipe.mask_fraction).tolist()
         if self.plan.family == "gpt":
-            return self._gpt_figures(*sums[:2])
+            loss, count = sums[0] / sums[1], sums[1]
+            figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": int(count)}
+            if self.plan.corpus.tokenizer is not None:
+                figures["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+            return figures
         loss, right, count, pairs_right, pairs = sums
         figures = {"mlm_loss": loss / count, "mlm_accuracy": right / count, "masked_tokens": int(count)}
         return figures | ({"nsp_accuracy": pairs_right / pairs, "pairs": int(pairs)} if pairs else {})
@@ -54,13 +58,6 @@ class Validation:
                 yield dataset.batch(start, min(at_once, wanted - start))
             if rows is None and (rest := _rest(dataset)) is not None:
                 yield rest
-
-    def _gpt_figures(self, total: float, count: float) -> dict[str, float]:
-        loss = total / count
-        figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": int(count)}
-        if self.plan.corpus.tokenizer is not None:
-            figures["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        return figures
 
     @cached_property
     def bytes_per_token(self) -> float:

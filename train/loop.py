@@ -22,7 +22,7 @@ from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, open_run,
 from .engine import Engine
 from .logs.metrics import Metrics, StepReport
 from .logs.profile import Profile
-from .logs.target import convergence, reached
+from .logs.target import convergence, reached, write_mllog
 from .memory import beside
 from .objective import StepBatch
 from .optimizers.build import learning_rate_factor
@@ -287,8 +287,6 @@ class Run:
 
             write_report(self.workspace.path)
             if recipe.target is not None:
-                from .logs.target import write_mllog
-
                 write_mllog(self.workspace.path, recipe, self.plan.config)
         self.workspace.finish("run", self.plan.corpus.inputs, recipe_hash(recipe), summary)
         rate = amount(steps["tokens_per_s"], "tokens")

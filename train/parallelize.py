@@ -49,8 +49,7 @@ SHAPES = 16  # of batches that are compiled by themselves; what comes then share
 def parallelize(stage: Stage, precision: str, matmul: str, compiling: str, recomputing: str) -> None:
     """Cut, change and wrap a stage of the model by the recipe's words for it."""
     trunk, mesh = stage.trunk, stage.mesh  # the trunk has the blocks, the model its heads too
-    # cut layers in place of plain ones
-    apply_tensor_parallel(stage.model, mesh.tensor, recomputing == "full")
+    apply_tensor_parallel(stage.model, mesh.tensor, recomputing == "full")  # cut layers for plain ones
     share_experts(trunk, mesh.expert)  # each process its part of them, and their rows sent there
     pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
     # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
@@ -60,8 +59,7 @@ def parallelize(stage: Stage, precision: str, matmul: str, compiling: str, recom
     if compiling != "off":
         compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
     recompute(trunk, recomputing)  # repeats a block's compiled forward
-    # last: it gathers for all that
-    shard_stage(stage, trunk.blocks.values(), mesh, computing_dtype(precision))
+    shard_stage(stage, trunk.blocks.values(), mesh, computing_dtype(precision))  # last: it gathers for all
 
 
 def recompute(model: Any, kind: str) -> None:
@@ -96,9 +94,7 @@ def compile_stage(stage: Stage, wanted: str) -> None:
         block.forward = _compiled(block.forward, wanted, block.parameters)
     if stage.is_last:
         named = stage.model.named_parameters
-        stage.head = _compiled(
-            stage.head, wanted, lambda: (p for name, p in named() if "blocks." not in name)
-        )
+        stage.head = _compiled(stage.head, wanted, lambda: (p for n, p in named() if "blocks." not in n))
 
 
 def to_compile(recipe: "Recipe", config: ModelConfig, device: torch.device) -> bool:
@@ -164,9 +160,7 @@ def _compiled(
         shapes: Any = (torch.is_grad_enabled(), _shapes((args, kwargs)))
         if len(programs) >= SHAPES and shapes not in programs:
             shapes = OTHERS
-            _say_once(
-                f"more than {SHAPES} shapes of batches: the others share a compiled program, a slower one"
-            )
+            _say_once(f"more than {SHAPES} shapes of batches: the others share a slower compiled program")
         first = shapes not in programs
         if first:
             parameters[:] = weights()

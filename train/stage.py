@@ -222,11 +222,9 @@ def local_part(tensor: Tensor) -> Tensor:
 def local_shards(stage: Stage, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[LocalShard]:
     """The boxes of a stage that has memory, by whole shapes. Rows below the vocabulary become 0 and stay so."""
     mesh, config = stage.mesh, stage.model.config
-    place = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
+    at = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
     for name, parameter in stage.model.named_parameters():
-        spec = make_shard_spec(
-            name, shapes[name], config, stage.index, mesh.layout, place, rows=len(parameter)
-        )
+        spec = make_shard_spec(name, shapes[name], config, stage.index, mesh.layout, at, rows=len(parameter))
         part, rows = local_part(parameter.detach()), spec.box.size[0]
         computed = parameter
         if hasattr(parameter, "to_local") or len(part) != rows:

@@ -35,9 +35,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         engine = self.engine
-        plain = type(self.optimizer) is torch.optim.AdamW and not (
-            engine.offload or engine.communication_hook
-        )
+        elsewhere = engine.offload or engine.communication_hook
+        plain = type(self.optimizer) is torch.optim.AdamW and not elsewhere
         # the device, whether to clip or to skip: the fused kernel takes both, as float32
         self.decides_there = plain and engine.device.type == "cuda" and self.precision != "fp64"
 

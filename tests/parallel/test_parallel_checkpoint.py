@@ -5,7 +5,6 @@ layout.
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from throughline.core.errors import Refused, ThroughlineError  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
-from throughline.train.checkpoints import checkpoint  # noqa: E402
 from throughline.train.checkpoints import snapshot as snapshots  # noqa: E402
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
 from throughline.train.checkpoints.run_directory import find_resumable, verified_share  # noqa: E402
@@ -164,23 +162,21 @@ def save_and_tell(case: Case, directory: Path, damaged: bool) -> tuple[list[str]
     engine = Engine(case.config, ranks.mesh, case.precision, SEED)
     engine.fill()
     read: list[str] = []
-    real_hash, real_write = artifact.sha256_file, checkpoint.write_tensors
+    real_hash, real_sync = artifact.sha256_file, snapshots.sync
 
     def hash_file(path: Path) -> str:
         read.append(Path(path).name)
         return real_hash(path)
 
-    def write(path: Path, snapshot: Any, process: int = 0) -> Any:
-        made = real_write(path, snapshot, process)
-        file = path / f"weights-{process:05d}.safetensors"
-        if damaged and process == 1:
+    def sync(file: Path) -> None:
+        real_sync(file)
+        if damaged and file.name == "weights-00001.safetensors":
             content = bytearray(file.read_bytes())
             content[-1] ^= 1
             file.write_bytes(content)
-        return made
 
     artifact.sha256_file = snapshots.sha256_file = hash_file
-    checkpoint.write_tensors = write
+    snapshots.sync = sync
     writer = CheckpointWriter(
         directory, 0, process=ranks.mesh.rank, processes=2, token=ranks.token, patience_s=1.0
     )

@@ -53,7 +53,6 @@ from .snapshot import (
     Snapshot,
     Table,
     TensorReader,
-    read_back,
     take_snapshot,
     write_table,
     write_tensors,
@@ -79,9 +78,7 @@ class CheckpointWriter:
     may_write: Callable[[], None] = lambda: None  # raises when the run's directory is no longer ours
     patience_s: float = 600.0  # with a process that writes nothing: as long as a collective may take
     prepared: bool = False
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way)
-    )
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saving", _give_way))
     _buffers: Buffers = field(default_factory=Buffers)
     _pending: Future[Any] | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
@@ -126,8 +123,7 @@ class CheckpointWriter:
         try:
             with full_disk(part):
                 part.mkdir(parents=True)
-                table = write_tensors(part, snapshot, self.process)
-                hashes = read_back(part, snapshot, self.process)
+                table, hashes = write_tensors(part, snapshot, self.process)
                 aside = part / f"{PART}.tmp"
                 write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
                 # the last touch: from here on the first process takes the directory away

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...core.errors import Failed
-from ...core.files import read_json, sha256_file
+from ...core.files import read_json, sha256_file, sync
 from ...models.config import family_of
 from ...planner.tables import Box
 from ..step import Trainer
@@ -130,33 +129,27 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
     )
 
 
-def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> Table:
-    """Write the files of one process, flushed; the table of their tensors."""
+def write_tensors(directory: Path, snapshot: Snapshot, process: int) -> tuple[Table, dict[str, str]]:
+    """Write the files of one process, flushed and read back; the table of their tensors, and the sha256 of each file.
+    Raises Failed where one is not what it was to be.
+    """
     table: Table = {}
-    for group in GROUPS:
-        pieces, file = snapshot.tensors[group], f"{group}-{process:05d}.safetensors"
-        save_file({name: tensor for name, (tensor, _) in pieces.items()}, directory / file)
-        with open(directory / file, "rb") as written:
-            os.fsync(written.fileno())
-        table[group] = {}
-        for name, (tensor, (shape, box)) in pieces.items():
-            chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
-    return table
-
-
-def read_back(directory: Path, snapshot: Snapshot, process: int = 0) -> dict[str, str]:
-    """The sha256 of the files of one process. Raises Failed where one is not what it was to be."""
-    hashes = {}
+    hashes: dict[str, str] = {}
     for group, pieces in snapshot.tensors.items():
         file = directory / f"{group}-{process:05d}.safetensors"
+        save_file({name: tensor for name, (tensor, _) in pieces.items()}, file)
+        sync(file)
         with safe_open(file, framework="pt") as found:
             same = (torch.equal(_bytes(found.get_tensor(name)), _bytes(x)) for name, (x, _) in pieces.items())
             if not all(same):
                 raise Failed("a file of a checkpoint is not what was written", where=file)
         hashes[file.name] = sha256_file(file)
-    return hashes
+        table[group] = {}
+        for name, (tensor, (shape, box)) in pieces.items():
+            chunk = {"file": file.name, "key": name, "offset": list(box.start), "shape": list(box.size)}
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
+    return table, hashes
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -67,9 +67,7 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
     if family_of(model.config) != family_of(wanted):
         found = family_of(model.config).upper()
         raise Refused(f"the weights are of a {found}", where=where, fix="set model.family")
-    fix = (
-        "leave model.preset and these overrides out: the recipe takes the shape that lies beside the weights"
-    )
+    fix = "leave model.preset and these overrides out: the recipe takes the shape beside the weights"
     config: Any = model.config
     other = []
     for name in (field.name for field in fields(config) if field.name not in FREE):
@@ -128,6 +126,15 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return tree
 
 
+NANOGPT = {  # our field -> nanoGPT's
+    "vocab_size": "vocab_size",
+    "sequence_length": "block_size",
+    "layers": "n_layer",
+    "width": "n_embd",
+    "heads": "n_head",
+}
+
+
 def read_nanogpt(path: Path) -> GPT:
     """nanoGPT's `ckpt.pt`: {"model", "model_args", ...}, matrices as (out, in)."""
     tree = read_pickle(path)
@@ -135,18 +142,11 @@ def read_nanogpt(path: Path) -> GPT:
     if not isinstance(arguments, dict) or not isinstance(state, Mapping):
         raise WrongUse("not a nanoGPT checkpoint", where=path, why="it has no model_args and model")
     try:
-        config = GPTConfig(
-            vocab_size=arguments["vocab_size"],
-            sequence_length=arguments["block_size"],
-            layers=arguments["n_layer"],
-            width=arguments["n_embd"],
-            heads=arguments["n_head"],
-            dropout=arguments.get("dropout", 0.0),
-            bias=bool(arguments.get("bias", True)),
-            activation="gelu",
-        )
+        shape = {ours: arguments[theirs] for ours, theirs in NANOGPT.items()}
     except KeyError as error:
         raise Failed(f"model_args has no {error}", where=path) from error
+    dropout, bias = arguments.get("dropout", 0.0), bool(arguments.get("bias", True))
+    config = GPTConfig(**shape, dropout=dropout, bias=bias, activation="gelu")
     theirs = {}
     for name, value in state.items():
         name = name.removeprefix("_orig_mod.")

@@ -61,12 +61,10 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
         "validation": validation,
         "measured_on": "the validation records given" if recipe.data.validation else LEARNING_CHECK,
     }
-    made_of = plan.corpus
-    assert made_of.tokenizer is not None and made_of.tokenizer_json is not None
-    with create_artifact(
-        out, "model", inputs=made_of.inputs, recipe_hash=digest, overwrite=overwrite
-    ) as draft:
-        write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path, made_of.beside)
+    data = plan.corpus
+    assert data.tokenizer is not None and data.tokenizer_json is not None
+    with create_artifact(out, "model", inputs=data.inputs, recipe_hash=digest, overwrite=overwrite) as draft:
+        write_model(plan.saved(home), data.tokenizer, data.tokenizer_json, draft.path, data.beside)
         if recipe.task == "retrieval":
             plan.task.sentence.write(draft.path, plan.config.width, plan.config.sequence_length)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))

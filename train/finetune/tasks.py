@@ -204,9 +204,7 @@ class QuestionAnswering(Task):
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """The span of the largest sum of logits over all windows of a question."""
         best = [(-np.inf, "")] * len(records)
-        rows = (
-            row for logits, _ in self.answers(model, records, device) for row in logits.float().cpu().numpy()
-        )
+        rows = (row for x, _ in self.answers(model, records, device) for row in x.float().cpu().numpy())
         for place, logits in enumerate(rows):
             number, shift, offsets = self.windows[place]
             inner = logits[shift : shift + len(offsets)]

@@ -98,9 +98,7 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
     for name, (title, text) in MEDIANS.items():
         # none is above all: MFU of a step that was faster than the peak, which was measured on a busy machine
-        values = sorted(
-            math.inf if record[name] is None else record[name] for record in steps if name in record
-        )
+        values = sorted(math.inf if step[name] is None else step[name] for step in steps if name in step)
         if values and math.isfinite(middle := values[len(values) // 2]):
             rows.append((title, text(middle)))
     if skipped := sum(bool(record.get("skipped")) for record in steps):

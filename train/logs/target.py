@@ -137,9 +137,7 @@ def _hyperparameters(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _line(
-    time_s: float, key: str, value: Any, kind: str = "POINT_IN_TIME", **metadata: Any
-) -> dict[str, Any]:
+def _line(time_s: float, key: str, value: Any, kind: str = "POINT_IN_TIME", **metadata: Any) -> Event:
     return {
         "namespace": "",
         "time_ms": round(1000 * time_s),

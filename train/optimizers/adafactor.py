@@ -32,12 +32,10 @@ class Adafactor(torch.optim.Optimizer):
         assert closure is None, "the loss is not evaluated again"
         parts = self.whole.parts
         matrices = [part for part in parts if len(part.spec.shape) > 1]
-        rows = self.whole.sums(
-            [_squares(part, 1) for part in matrices], [part.cut == 1 for part in matrices], over_shards=False
-        )
-        columns = self.whole.sums(
-            [_squares(part, 0) for part in matrices], [part.cut == 0 for part in matrices]
-        )
+        cuts = [part.cut for part in matrices]
+        by_row, by_column = ([_squares(part, dim) for part in matrices] for dim in (1, 0))
+        rows = self.whole.sums(by_row, [cut == 1 for cut in cuts], over_shards=False)
+        columns = self.whole.sums(by_column, [cut == 0 for cut in cuts])
         for part, row, column in zip(matrices, rows, columns):
             # a row has as many numbers as the whole matrix has columns
             width, height = part.spec.shape[1], part.spec.shape[0]

@@ -27,7 +27,7 @@ def build_optimizer(
     adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the model's parameters, in groups by weight decay and kind; `adam` for AdamW."""
-    section = recipe.optimizer
+    section, whole = recipe.optimizer, WholeParameters.of(model)
     lamb = section.name == "lamb"
     decay, rate, matrix_rate = section.weight_decay, section.learning_rate, section.matrix_learning_rate
     kinds: dict[Any, dict[str, Any]] = {
@@ -47,15 +47,13 @@ def build_optimizer(
         kinds[kind]["params"].append(parameter)
     groups = [group for group in kinds.values() if group["params"]]
     if section.name == "adafactor":
-        return Adafactor(groups, WholeParameters.of(model), lr=rate)
+        return Adafactor(groups, whole, lr=rate)
     if section.name == "muon":
         dtype = torch.bfloat16 if recipe.train.precision == "bf16" else None
-        adam = partial(MuonAdamW, whole=WholeParameters.of(model), interleaved=interleaved, dtype=dtype)
+        adam = partial(MuonAdamW, whole=whole, interleaved=interleaved, dtype=dtype)
     usual: dict[str, Any] = {"lr": rate, "betas": (section.beta1, section.beta2), "eps": section.epsilon}
     if lamb:
-        return Lamb(
-            groups, WholeParameters.of(model), interleaved, **usual, max_trust_ratio=section.max_trust_ratio
-        )
+        return Lamb(groups, whole, interleaved, **usual, max_trust_ratio=section.max_trust_ratio)
     return adam(groups, **usual, fused=True)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...planner.layout import Layout
-
 Stage = Any  # a module of the floor above (train/stage.py), which knows the loss
 
 SCHEDULES = {  # torch's classes
@@ -31,7 +29,6 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[Stage],
-        layout: Layout,
         micro_batches: int,
         rows: int,
         sequence_length: int,
@@ -39,7 +36,7 @@ class Pipeline:
     ) -> None:
         from torch.distributed import pipelining  # takes a second to import
 
-        self.stages, self.micro_batches = stages, micro_batches
+        self.stages, self.micro_batches, layout = stages, micro_batches, stages[0].mesh.layout
         device, group = stages[0].mesh.device, stages[0].mesh.pipeline.group
         there: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
         activation = torch.empty(stages[0].activation_shape(rows, sequence_length), **there)
@@ -71,11 +68,11 @@ class Pipeline:
 
 @torch.no_grad()
 def run_forward(
-    stages: Sequence[Stage], batch: dict[str, torch.Tensor], layout: Layout, dtype: torch.dtype
+    stages: Sequence[Stage], batch: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Sums of one micro-batch on the last stage, without gradients; torch has no evaluation for a V of zero-bubble."""
     by_index = {stage.index: stage for stage in stages}
-    mesh = stages[0].mesh
+    mesh, layout = stages[0].mesh, stages[0].mesh.layout
     holders = {index: rank for rank in range(layout.pipeline) for index in layout.stages_of(rank)}
     rows, part = batch["input_ids"].shape
     shape = stages[0].activation_shape(rows, part * mesh.context.size)

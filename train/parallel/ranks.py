@@ -289,9 +289,7 @@ def read_place(file: Path) -> HeartbeatRecord | None:
         return None
 
 
-def name_behind(
-    places: Mapping[int, HeartbeatRecord | None], now: float, patience_s: float
-) -> dict[int, str]:
+def name_behind(places: Mapping[int, HeartbeatRecord | None], now: float, limit_s: float) -> dict[int, str]:
     """A line for each process that the others wait for, found by the first sign that tells any apart.
 
     A process that writes no more is stopped, or its machine is gone; else the one that has ended fewer phases
@@ -301,7 +299,7 @@ def name_behind(
     for rank, place in places.items():
         if place is None:
             silent[rank] = f"process {rank} never answered"
-        elif (quiet_s := now - place.time) > patience_s:
+        elif (quiet_s := now - place.time) > limit_s:
             silent[rank] = f"process {rank} has not answered for {duration(quiet_s)}: {place}"
         else:
             known[rank] = place

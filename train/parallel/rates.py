@@ -64,9 +64,8 @@ def probe_all_reduce(device: torch.device) -> list[dict[str, float]]:
     start_group(device, 60)
     found = []
     for size in group_sizes(world):
-        groups = [
-            torch.distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)
-        ]
+        firsts = range(0, world, size)
+        groups = [torch.distributed.new_group(list(range(first, first + size))) for first in firsts]
         numbers = SUMMED[device.type]
         small, large = (_sum_seconds(count, device, groups[rank // size]) for count in (1, numbers))
         moved = 2 * (size - 1) / size * 4 * numbers

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...core.recipe import Section
-from ...planner.layout import Layout
+from ...planner.layout import Layout, Schedule, Sharding
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -252,13 +252,11 @@ class ParallelSection(Section):
     """Processes that share each row in attention too."""
     expert: int = Field(default=1, gt=0)
     """Of the data processes so many neighbours share the experts of each layer: no factor of the number of all."""
-    sharding: Literal["replicated", "zero1", "zero2", "full"] = "replicated"
+    sharding: Sharding = "replicated"
     """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
     replicas: int = Field(default=1, gt=0)
     """Hybrid sharding: groups of data processes that each hold a whole copy."""
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = (
-        "1f1b"
-    )
+    schedule: Schedule = "1f1b"
     """Order of the micro-batches in a pipeline."""
     stages_per_process: int = Field(default=1, gt=0)
     """Pipeline stages on each process: 2 or more for interleaved schedules, 2 for zero-bubble-v."""

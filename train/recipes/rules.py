@@ -220,9 +220,8 @@ def require_processes(recipe: Recipe, config: ModelConfig, processes: int) -> No
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
     """Whether the optimizer, offload and compression of a recipe can be had in another layout."""
-    parallel = recipe.parallel.model_copy(
-        update=asdict(layout) | {"layers_per_stage": list(layout.layers_per_stage)}
-    )
+    update = asdict(layout) | {"layers_per_stage": list(layout.layers_per_stage)}
+    parallel = recipe.parallel.model_copy(update=update)
     train = recipe.train.model_copy(update={"micro_batch_rows": micro, "compile": "auto"})
     other = recipe.model_copy(update={"parallel": parallel, "train": train})
     return not any(list(rule(other)) for rule in (spread_rule, compression_rule))
