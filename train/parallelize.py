@@ -76,10 +76,8 @@ def recompute(model: Any, kind: str) -> None:
 
 
 def compile_stage(stage: Stage, wanted: str) -> None:
-    """Compile each block's forward, which share a graph, and the head with its loss: gathers of sharded weights and
-    waits for offloaded ones stay between them.
-
-    `on` raises Failed in the first step when compilation breaks; `auto` goes on eagerly.
+    """Compile each block's forward, which share a graph, and the head with its loss. `on` raises Failed in the first
+    step when compilation breaks; `auto` goes on eagerly.
     """
     if stage.mesh.tensor.group is not None and not FIT_A_GRAPH:
         return

@@ -97,12 +97,10 @@ def check_products(matmul: str, device: torch.device) -> None:
 
 
 def convert_products(model: Any, matmul: str) -> None:
-    """Let the linear layers of the blocks compute in fp8, by torchao, which replaces them in place.
-
-    For each product both factors are scaled by their largest element and rounded, activations and weights to e4m3,
-    gradients to e5m2, and the sum is 16 bits again (Micikevicius et al. 2022, "FP8 formats for deep learning", section
-    3). Layers cut over tensor processes keep their collectives and take torchao's products: a factor that each process
-    has a part of is scaled by that part's largest element, which rounds no coarser.
+    """Let the linear layers of the blocks compute in fp8, by torchao, which replaces them in place: factors scaled by
+    their largest element and rounded, activations and weights to e4m3, gradients to e5m2 (Micikevicius et al. 2022,
+    "FP8 formats for deep learning", section 3). Layers cut over tensor processes keep their collectives and take
+    torchao's products: each part of a factor is scaled by its own largest element, which rounds no coarser.
     """
     if matmul == "same":
         return

@@ -103,8 +103,7 @@ def remove_other_stages(model: Any, index: int, mesh: Mesh) -> None:
 
 
 class Routers:
-    """What training asks of the routers of this process's stages: losses, figures of a step, the balance bias. Without
-    experts there is nothing to count: `totals` is empty.
+    """What training asks of the routers of this process's stages: losses, figures of a step, the balance bias.
 
     A router's losses are sums over tokens, as every loss is, and enter backward where the weights of its experts'
     answers are: so a stage that does not end in the loss has them too. Figures are counted in that backward, which

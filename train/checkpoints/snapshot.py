@@ -93,10 +93,8 @@ class Buffers:
 
 
 def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
-    """Copy everything that changes in a run, and that this process is to save, to the host. A GPU does so beside the
-    next step, whose update waits for it (`Engine.copied`).
-
-    A snapshot in `buffers` is good until the next one in them.
+    """Copy what this process is to save to the host, a GPU's beside the next step, whose update waits for it
+    (`Engine.copied`). A snapshot in `buffers` is good until the next one in them.
     """
     buffers, device, config = buffers or Buffers(), trainer.engine.device, trainer.engine.config
     aside = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -102,21 +102,16 @@ def classification(predicted: Sequence[int], right: Sequence[int], labels: int) 
     """Accuracy, F1 (of class 1 for two classes, else the mean over classes) and Matthews' correlation (Gorodkin
     2004 for more than two classes), as GLUE reports them.
     """
-    pairs = Counter(zip(predicted, right))
-    said, were = Counter(predicted), Counter(right)
-    hits = [pairs[label, label] for label in range(labels)]
-    f1 = [
-        2 * hit / (said[label] + were[label]) if said[label] + were[label] else 0.0
-        for label, hit in enumerate(hits)
-    ]
-    present = [label for label in range(labels) if said[label] or were[label]]
-    count = len(right)
-    covariance = sum(hits) * count - sum(said[label] * were[label] for label in range(labels))
-    spread = (count**2 - sum(n * n for n in said.values())) * (count**2 - sum(n * n for n in were.values()))
+    table = np.zeros((labels, labels))
+    np.add.at(table, (right, predicted), 1)
+    hits, said, were, count = table.diagonal(), table.sum(0), table.sum(1), table.sum()
+    f1 = 2 * hits / np.maximum(said + were, 1)
+    covariance = hits.sum() * count - said @ were
+    spread = (count**2 - said @ said) * (count**2 - were @ were)
     return {
-        "accuracy": sum(hits) / count,
-        "f1": f1[1] if labels == 2 else sum(f1[label] for label in present) / len(present),
-        "matthews": covariance / spread**0.5 if spread > 0 else 0.0,
+        "accuracy": float(hits.sum() / count),
+        "f1": float(f1[1] if labels == 2 else f1[said + were > 0].mean()),
+        "matthews": float(covariance / spread**0.5) if spread > 0 else 0.0,
     }
 
 

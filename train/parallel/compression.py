@@ -87,11 +87,9 @@ class CommunicationHook:
         return self.kept[name]
 
     def compressed_sum(self, codec: Bf16 | Signs, index: int, x: Tensor) -> Tensor:
-        """(numel,) -> (numel,), about the sum over the axis of the vector of that index, in the bytes of a codec:
-        each process sums one part of it, in full precision, and sends that to all.
-
-        Two compressions, each with its error: of what this process contributes, and of the part that it sums.
-        Everyone decodes the same bytes: the result is the same on all to the bit.
+        """(numel,) -> (numel,), about the sum over the axis of the vector of that index, in the bytes of a codec: each
+        process sums one part of it, in full precision, and sends that to all. What it contributes and the part that it
+        sums each have an error. All decode the same bytes: the result is the same to the bit.
         """
         axis = self.communicator.axis
         if axis.group is None:
@@ -123,11 +121,10 @@ class Bf16Sum(CommunicationHook):
 
 
 class PowerSum(CommunicationHook):
-    """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others
-    as they are, and all in the first `dense_steps`: gradients change fastest there.
+    """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others and all
+    in the first `dense_steps` as they are. Every process orthogonalises the same numbers.
 
-    Every process orthogonalises the same numbers; on unlike machines the results could differ in the last
-    bit. Not torch's powerSGD_hook: it takes the buckets of DistributedDataParallel, and keeps a NaN for ever.
+    Not torch's powerSGD_hook: it takes the buckets of DistributedDataParallel, and keeps a NaN for ever.
     """
 
     def __init__(self, communicator: Communicator, rank: int = 4, dense_steps: int = 10) -> None:

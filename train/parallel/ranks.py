@@ -290,10 +290,8 @@ def read_place(file: Path) -> HeartbeatRecord | None:
 
 
 def name_behind(places: Mapping[int, HeartbeatRecord | None], now: float, limit_s: float) -> dict[int, str]:
-    """A line for each process that the others wait for, found by the first sign that tells any apart.
-
-    A process that writes no more is stopped, or its machine is gone; else the one that has ended fewer phases
-    than others; else the one that has started fewer collectives of a group.
+    """A line for each process that the others wait for: that writes no more, else that has ended fewer phases than
+    others, else that has started fewer collectives of a group.
     """
     silent, known = {}, {}
     for rank, place in places.items():
