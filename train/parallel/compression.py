@@ -234,7 +234,8 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
             for block in rows.split(SKETCH):
                 first, way = draw.randrange(SKETCH), self._signs[draw.randrange(2 * SKETCH)]
                 sketch += (block * self._signs[first : first + len(block)]).sum(0) * way
-        return self.communicator.all_reduce(sketch).square().sum()
+        self.communicator.sum([sketch])
+        return sketch.square().sum()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -129,10 +129,6 @@ class Communicator:
     def __init__(self, axis: Axis) -> None:
         self.axis, self.bytes_sent = axis, 0.0
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.count_all_reduce(x.nbytes, self.axis)
-        return self.axis.all_reduce(x)
-
     def sum(self, tensors: Sequence[Tensor]) -> None:
         sum_gradients(tensors, self.axis)
         self.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self.axis)
