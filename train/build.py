@@ -127,13 +127,9 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     memory = check_memory(plan.config, recipe, device)
     if plan.corpus.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
-    corpus = plan.corpus
+    corpus, length = plan.corpus, recipe.train.sequence_length
     least = min((store.tokens for store in corpus.validation), default=math.inf)
-    if (
-        plan.family == "gpt"
-        and recipe.data.packing == "windows"
-        and least <= (length := recipe.train.sequence_length)
-    ):
+    if plan.family == "gpt" and recipe.data.packing == "windows" and least <= length:
         why = f"{least:,} tokens are held out, a row has {length:,} (+ 1 for the last target)"
         fix = "a larger data.validation_fraction, data.validation, or data.validation_fraction=0 for none"
         raise WrongUse("the validation split is less than a row", where="data", why=why, fix=fix)

@@ -72,8 +72,9 @@ class Task:
 
     def count(self, batch: Mapping[str, np.ndarray]) -> int:
         """By what the sum over a whole batch is divided: targets, or records where no row has any."""
-        if "targets" in batch:
-            return int(np.count_nonzero(batch["targets"] != IGNORED))
+        targets = batch.get("predicted_targets", batch.get("targets"))
+        if targets is not None:
+            return int(np.count_nonzero(targets != IGNORED))
         return len(batch["input_ids"]) // self.rows_per_record
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
@@ -300,9 +301,6 @@ class Instruction(Task):
         targets_N, words = batch["predicted_targets"], Words(model.config.vocab_size)
         head, softcap = (model.output_weight(), model.output_bias()), model.config.logit_softcap
         return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap)
-
-    def count(self, batch: Mapping[str, np.ndarray]) -> int:
-        return int(np.count_nonzero(batch["predicted_targets"] != IGNORED))
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         sums = np.zeros(3)

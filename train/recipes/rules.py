@@ -7,15 +7,7 @@ from functools import partial
 from ...core.errors import WrongUse
 from ...core.recipe import Problem
 from ...models.config import BERTConfig, ModelConfig, family_of
-from ...planner.layout import (
-    AXES,
-    ZERO_BUBBLE,
-    Layout,
-    layout_problems,
-    nearest_layouts,
-    require_world,
-    set_options,
-)
+from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems, nearest_layouts, set_options
 from .recipe import ObjectiveSection, Recipe
 from .resolved import micro_rows, model_config, model_family
 
@@ -213,6 +205,8 @@ def expert_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
 
 def require_processes(recipe: Recipe, config: ModelConfig, processes: int) -> None:
     """Raise WrongUse, with the nearest layouts that the recipe can have, unless its own is of so many processes."""
+    from ...planner.layout import require_world  # no rule
+
     train, layout = recipe.train, recipe.parallel.layout()
     batch = train.sequence_length, train.rows_per_step, train.rows_per_micro_batch
     require_world(layout, processes, config, *batch, partial(can_be_had, recipe))
