@@ -62,11 +62,12 @@ def new_recipe(
     count, length, bert = shape.parameter_count(), shape.sequence_length, family_of(shape) == "bert"
     batch = GPT3[min(GPT3, key=lambda size: abs(size - count))][0] if not bert else 256 * 512
     precision = "fp32" if machine == "cpu" else "bf16" if "bf16" in chips()[machine].tflops else "fp16"
+    first = {"batch_rows": gpus, "micro_batch_rows": 1}
     tree: dict[str, Any] = {
         "version": 1,
         "data": {"train": data, "validation_fraction": _validation(stored, length)},
         "model": {"init_from": init_from} if init_from else {"preset": model},
-        "train": {"steps": 20, "sequence_length": length, "precision": precision} | _rows(1, gpus),
+        "train": {"steps": 20, "sequence_length": length, "precision": precision} | first,
         "parallel": {"data": gpus, "sharding": "replicated"},
     }
     if machine != "cpu":
@@ -114,10 +115,6 @@ def _validation(stored: int, length: int) -> float:
     return float(f"{share:.2g}")
 
 
-def _rows(micro: int, gpus: int) -> dict[str, int]:
-    return {"batch_rows": micro * gpus, "micro_batch_rows": micro}
-
-
 def fitted(tree: dict[str, Any], machine: str) -> dict[str, Any]:
     """The recipe with the largest micro-batch (a power of two, at most 64 rows) that fits, with as little as possible
     shared out and recomputed. Raises WrongUse when not even one row fits, naming how many devices would hold the model.
@@ -126,8 +123,8 @@ def fitted(tree: dict[str, Any], machine: str) -> dict[str, Any]:
 
     def spread(rows: int, sharding: str, recompute: str, gpus: int = gpus) -> dict[str, Any]:
         parallel = {"data": gpus, "sharding": sharding if gpus > 1 else "replicated"}
-        train = tree["train"] | _rows(rows, gpus) | {"recompute": recompute}
-        return tree | {"train": train, "parallel": parallel}
+        train = {"batch_rows": rows * gpus, "micro_batch_rows": rows, "recompute": recompute}
+        return tree | {"train": tree["train"] | train, "parallel": parallel}
 
     for recompute in ("none", "full"):
         for sharding in ("replicated", "full")[:gpus]:
