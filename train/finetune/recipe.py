@@ -22,7 +22,7 @@ class RecordsSection(Section):
     validation_fraction: Fraction = 0.2
     """Share of the records held out when `validation` is not given."""
     text_field: str = "text"
-    """Field of the text; of words for token-classification, the query for retrieval, the prompt for instruction."""
+    """Field of the text: a word list for token-classification, a query for retrieval, a prompt for instruction."""
     pair_field: str = ""
     """Field of a second text: of a sentence pair, or the passage that answers a query in retrieval."""
     label_field: str = "label"
@@ -64,7 +64,7 @@ class FinetuneTrainSection(Section):
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 = not clipped."""
     micro_batch_rows: int | None = Field(default=None, gt=0)
-    """Records that a process computes at once (default: all); retrieval compares the passages of these."""
+    """Records that a process computes at once, accumulating others (default: all); retrieval compares these alone."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations recomputed in backward: none, every layer, or the attention core alone."""
     offload: bool = False
@@ -72,7 +72,7 @@ class FinetuneTrainSection(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the model, as of a training run; of 16-bit weights the fp32 masters are measured and saved."""
+    """Arithmetic of the model; 16-bit weights have fp32 masters, which are saved; auto: the GPU's, fp32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained."""
     seed: int = Field(default=0, ge=0)
@@ -85,7 +85,7 @@ class FinetuneRecipe(Section):
     version: Literal[1] = 1
     """Version of the recipe format."""
     task: Literal["classification", "token-classification", "question-answering", "retrieval", "instruction"]
-    """What is learnt: labels of texts or words, spans that answer, embeddings, or (GPT) responses to prompts."""
+    """What is learnt: labels of texts or words, spans that answer questions, embeddings, or a GPT's responses."""
     model: StartSection = StartSection()
     data: RecordsSection = RecordsSection()
     train: FinetuneTrainSection = FinetuneTrainSection()
