@@ -132,17 +132,16 @@ def _fused(parts: Blocks, mask: str) -> Callable[..., str]:
         weight, bias = parts.reordered(f"{name}.qkv", heads, 3)
         assert bias is not None
         if parts.options.precision != "int8":
-            inputs = [x, parts.products.constant(f"{name}.qkv.weight.T", weight.T)]
+            op, inputs = "Attention", [x, parts.products.constant(f"{name}.qkv.weight.T", weight.T)]
             inputs += [parts.products.constant(f"{name}.qkv.bias", bias), mask]
-            attended = graph.node("Attention", *inputs, domain=CONTRIB, num_heads=heads)
-            return parts.linear(attended, f"{name}.out")
-        small, scale = int8_by_output(weight)
-        rounded = graph.node("DynamicQuantizeLinear", x, outputs=3)
-        inputs = [rounded, graph.weight(f"{name}.qkv.int8.T", small), graph.weight(f"{name}.qkv.bias", bias)]
-        inputs += [f"{rounded}:1", graph.weight(f"{name}.qkv.scale", scale), mask, f"{rounded}:2"]
-        inputs += [graph.weight(f"{name}.qkv.zero", np.zeros(len(scale), np.int8))]
-        attended = graph.node("QAttention", *inputs, domain=CONTRIB, num_heads=heads)
-        return parts.linear(attended, f"{name}.out")
+        else:
+            small, scale = int8_by_output(weight)
+            x = graph.node("DynamicQuantizeLinear", x, outputs=3)
+            op, inputs = "QAttention", [x, graph.weight(f"{name}.qkv.int8.T", small)]
+            inputs += [graph.weight(f"{name}.qkv.bias", bias), f"{x}:1"]
+            inputs += [graph.weight(f"{name}.qkv.scale", scale), mask, f"{x}:2"]
+            inputs += [graph.weight(f"{name}.qkv.zero", np.zeros(len(scale), np.int8))]
+        return parts.linear(graph.node(op, *inputs, domain=CONTRIB, num_heads=heads), f"{name}.out")
 
     return attention
 

@@ -66,9 +66,8 @@ class Blocks:
             if name.endswith("norm.weight"):
                 self.state[name] = self.state[name] + 1
         if config.position_offset:
-            self.state["position_table.weight"] = self.state["position_table.weight"][
-                config.position_offset :
-            ]
+            table = "position_table.weight"
+            self.state[table] = self.state[table][config.position_offset :]
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
         self._rotary: dict[bool, list[str]] = {}
@@ -291,19 +290,15 @@ class Blocks:
                 also = self.norm(x, f"{name}.mlp_norm")
             x = graph.node("Add", x, attention(read, f"{name}.attention"))
             x = graph.node("Add", x, self.feed_forward(also, f"{name}.mlp"), out=out)
-        elif gpt and gpt.norm_place == "after":
-            attended = attention(x, f"{name}.attention")
-            x = graph.node("Add", x, self.norm(attended, f"{name}.attention_norm"))
-            branch = self.norm(self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm")
-            x = graph.node("Add", x, branch, out=out)
-        elif norm_first:
-            attended = attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention")
-            x = graph.node("Add", x, attended)
-            branch = self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
-            x = graph.node("Add", x, branch, out=out)
         else:
-            x = self.sum_norm(x, attention(x, f"{name}.attention"), f"{name}.attention_norm")
-            x = self.sum_norm(x, self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm", out=out)
+            after = gpt is not None and gpt.norm_place == "after"
+            for part, branch, end in (("attention", attention, ""), ("mlp", self.feed_forward, out)):
+                norm = f"{name}.{part}_norm"
+                found = branch(self.norm(x, norm) if norm_first and not after else x, f"{name}.{part}")
+                if norm_first:
+                    x = graph.node("Add", x, self.norm(found, norm) if after else found, out=end)
+                else:
+                    x = self.sum_norm(x, found, norm, end)
         graph.scope = ""
         return x
 

@@ -19,10 +19,9 @@ its operator reads and writes them, and a past and its present may be one buffer
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...models.config import GPTConfig
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
-from .onnx_blocks import AttentionCore, Blocks
+from .onnx_blocks import Blocks
 from .onnx_writer import BOOL, CONTRIB, INT32, INT64, Graph
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
     if config.embedding_norm:
         x = parts.norm(x, "embedding_norm")
     for layer in range(config.layers):
-        core = (_grouped if parts.grouped else _cached)(parts, memory, layer)
+        core = partial(_grouped if parts.grouped else _cached, parts, memory, layer)
         x = parts.block(x, layer, True, partial(parts.attention, core=core))
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
@@ -169,35 +168,25 @@ def _hidden(parts: Blocks, places: str, own: str, window: int, mask: str = "") -
     return parts.hidden_where_not(seen)
 
 
-def _cached(parts: Blocks, memory: _Slots | _Growing, layer: int) -> AttentionCore:
+def _cached(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str) -> str:
     """The attention of one layer over its cache."""
-
-    def core(query: str, key: str, value: str) -> str:
-        tables = parts.rotary(layer)
-        query, key = (parts.rotated(x, memory.positions, tables) for x in (query, key))
-        return memory.attend(
-            layer, query, memory.extend(layer, "key", key), memory.extend(layer, "value", value)
-        )
-
-    return core
+    tables = parts.rotary(layer)
+    query, key = (parts.rotated(x, memory.positions, tables) for x in (query, key))
+    key, value = (memory.extend(layer, kind, x) for kind, x in (("key", key), ("value", value)))
+    return memory.attend(layer, query, key, value)
 
 
-def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int) -> AttentionCore:
-    """The attention of one layer over its cache as one operator, which also writes the cache."""
+def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str) -> str:
+    """The same as one operator, which also writes the cache."""
     graph, config = parts.graph, parts.config
-    assert isinstance(config, GPTConfig)
     heads, groups = config.heads, config.key_value_heads
-
-    def core(query: str, key: str, value: str) -> str:
-        if tables := parts.rotary(layer):
-            part: dict[str, Any] = {"rotary_embedding_dim": config.rope_width} if config.rope_width else {}
-            part |= {"domain": CONTRIB}
-            query = graph.node("RotaryEmbedding", query, memory.positions, *tables, num_heads=heads, **part)
-            key = graph.node("RotaryEmbedding", key, memory.positions, *tables, num_heads=groups, **part)
-        stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
-        inputs = (query, key, value, *stores, *memory.ends)
-        counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}
-        counts |= {"local_window_size": parts.window(layer)} if parts.window(layer) else {}
-        return graph.node("GroupQueryAttention", *inputs, more=presents, domain=CONTRIB, **counts)
-
-    return core
+    if tables := parts.rotary(layer):
+        part: dict[str, Any] = {"rotary_embedding_dim": config.rope_width} if config.rope_width else {}
+        part |= {"domain": CONTRIB}
+        query = graph.node("RotaryEmbedding", query, memory.positions, *tables, num_heads=heads, **part)
+        key = graph.node("RotaryEmbedding", key, memory.positions, *tables, num_heads=groups, **part)
+    stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
+    counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "domain": CONTRIB}
+    counts |= {"local_window_size": parts.window(layer)} if parts.window(layer) else {}
+    inputs = (query, key, value, *stores, *memory.ends)
+    return graph.node("GroupQueryAttention", *inputs, more=presents, **counts)

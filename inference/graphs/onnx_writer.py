@@ -203,20 +203,26 @@ class Products:
         """The product over the last dim of x; plain weights are stored (in, out), as MatMul multiplies them."""
         graph, options = self.graph, self.options
         bias = [] if bias_O is None else [self.constant(f"{name}.bias", bias_O)]
+        last = "" if bias else out
         if options.blocks:
-            return self._blocks(x, name, weight_OI, bias, out, bits if options.precision == "int4" else 8)
-        if options.precision == "int8" and not options.static:
-            weight_IO, scale_O = int8_by_output(weight_OI)
-            parts = (graph.weight(f"{name}.int8.T", weight_IO), graph.weight(f"{name}.scale", scale_O))
-            zero = graph.weight(f"{name}.zero", np.zeros(len(scale_O), np.int8))
-            return graph.node("DynamicQuantizeMatMul", x, *parts, zero, *bias, out=out, domain=CONTRIB)
-        if options.static:
-            x, weight = self._rounded(x, name), self._dequantised(name, weight_OI)
+            bits = bits if options.precision == "int4" else 8
+            packed, scales = pack_blocks(weight_OI, bits)
+            weight = (graph.weight(f"{name}.int{bits}", packed), self.constant(f"{name}.scales", scales))
+            sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
+            sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
+            x = graph.node("MatMulNBits", x, *weight, out=last, **sizes)
+        elif options.precision != "int8":
+            x = graph.node("MatMul", x, self.constant(f"{name}.weight.T", weight_OI.T), out=last)
         else:
-            weight = self.constant(f"{name}.weight.T", weight_OI.T)
-        if not bias:
-            return graph.node("MatMul", x, weight, out=out)
-        return graph.node("Add", graph.node("MatMul", x, weight), *bias, out=out)
+            x = self._rounded(x, name) if options.static else x
+            weight_IO, scale_O = int8_by_output(weight_OI)
+            small, zeros = graph.weight(f"{name}.int8.T", weight_IO), np.zeros(len(scale_O), np.int8)
+            if not options.static:
+                parts = graph.weight(f"{name}.scale", scale_O), graph.weight(f"{name}.zero", zeros)
+                return graph.node("DynamicQuantizeMatMul", x, small, *parts, *bias, out=out, domain=CONTRIB)
+            parts = self.constant(f"{name}.scale", scale_O), graph.weight(f"zeros_int8_{len(zeros)}", zeros)
+            x = graph.node("MatMul", x, graph.node("DequantizeLinear", small, *parts, axis=1), out=last)
+        return graph.node("Add", x, *bias, out=out) if bias else x
 
     def _rounded(self, x: str, name: str) -> str:
         """x rounded to the 255 numbers that int8 has within the calibrated range."""
@@ -228,21 +234,6 @@ class Products:
         scale = np.array(max(self.options.ranges[name] / INT8_MAX, 1e-6), kind)
         ends = (graph.weight(f"{name}.input_scale", scale), graph.weight("zero_int8", np.array(0, np.int8)))
         return graph.node("DequantizeLinear", graph.node("QuantizeLinear", x, *ends), *ends)
-
-    def _dequantised(self, name: str, weight_OI: np.ndarray) -> str:
-        graph = self.graph
-        weight_IO, scale_O = int8_by_output(weight_OI)
-        parts = (graph.weight(f"{name}.int8.T", weight_IO), self.constant(f"{name}.scale", scale_O))
-        zeros = graph.weight(f"zeros_int8_{len(scale_O)}", np.zeros(len(scale_O), np.int8))
-        return graph.node("DequantizeLinear", *parts, zeros, axis=1)
-
-    def _blocks(self, x: str, name: str, weight_OI: np.ndarray, bias: list[str], out: str, bits: int) -> str:
-        packed, scales = pack_blocks(weight_OI, bits)
-        parts = (self.graph.weight(f"{name}.int{bits}", packed), self.constant(f"{name}.scales", scales))
-        sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
-        sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
-        product = self.graph.node("MatMulNBits", x, *parts, out="" if bias else out, **sizes)
-        return self.graph.node("Add", product, *bias, out=out) if bias else product
 
 
 def int8_by_output(weight_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
