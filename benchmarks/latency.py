@@ -96,7 +96,7 @@ def bert_model(folder: Path, name: str, threads: int, config: ModelConfig) -> Ca
     runtime = "openvino" if name == "int8-best" else "onnxruntime"
     options = GraphOptions("onnxruntime", "fp32" if name == "fp32" else "int8")
     if name == "int8-best":
-        rows = TextRows("random ids", "", np.repeat(ids, 4, axis=0), None, frozenset())
+        rows = TextRows("random ids", "", np.repeat(ids, 4, axis=0), None)
         options = GraphOptions("portable", "int8", opset=20, ranges=calibrate(model, rows))
     (folder / name).mkdir()
     graph = folder / name / "model.onnx"

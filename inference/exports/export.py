@@ -14,14 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
+
 from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
 from ...core.errors import Refused, WrongUse
+from ...models.bert import BERT, BERTWithHead, Head
 from ...models.config import GPTConfig, family_of
+from ...models.huggingface import to_huggingface
+from ...models.init import build_with_head
 from ...models.sentence import MEAN, Sentence, read_sentence
 from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
 from ..graphs.graph_probe import check_fusion, first_bad_node, probe
+from ..graphs.onnx_bert import bert_graph
 from ..graphs.onnx_blocks import grouped
+from ..graphs.onnx_gpt import gpt_graph
 from ..graphs.parity import (
     BOUNDS,
     Adapted,
@@ -86,9 +93,6 @@ class Export:
 
     def leave_heads_out(self) -> None:
         """The encoder alone, for embeddings. Raises WrongUse for a GPT."""
-        from ...models.bert import BERT, BERTWithHead, Head
-        from ...models.init import build_with_head
-
         model: Any = self.opened.model
         encoder = model.encoder if isinstance(model, BERTWithHead) else model
         if not isinstance(encoder, BERT):
@@ -127,7 +131,7 @@ def exporting(
         export = Export(opened, draft, judging, device, rows, sentence)
         yield export
         write_json(draft.path / "parity.json", export.report)
-        draft.facts = {"family": family_of(opened.model.config)} | draft.facts | parity_facts(export.report)
+        draft.facts = {"family": family_of(opened.model.config)} | draft.facts | _parity_facts(export.report)
 
 
 def judge(
@@ -168,8 +172,6 @@ def export_onnx(
     """
     with exporting(path, out, "onnx", judging, overwrite) as export:
         nodes = write_judged(export, options)
-        import onnxruntime
-
         export.keep_sentence()
         facts: dict[str, Any] = {name: getattr(options, name) for name in ("variant", "opset", "names")}
         facts["onnxruntime"] = onnxruntime.__version__  # that it was compared on
@@ -210,7 +212,7 @@ def on_our_terms(backend: Any, export: Export, options: GraphOptions) -> Any:
 
 
 def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
-    """The options with the ranges that int8 with fixed scales needs."""
+    """The options with the ranges that int8 with fixed scales needs. Raises WrongUse where text is missing."""
     judging, rows = export.judging, export.rows
     if rows is None and options.precision in ("int8", "int4"):
         why = "random ids show whether a graph is right; whether rounded weights are good enough shows on text alone"
@@ -236,7 +238,7 @@ def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> 
         write_json(graph.with_name("genai_config.json"), genai_config(config, special, options))
     if options.names == "optimum":
         with suppress(Refused):  # a shape that Hugging Face's classes do not express has no config.json
-            write_json(graph.with_name("config.json"), huggingface_of(opened.model)[0])
+            write_json(graph.with_name("config.json"), to_huggingface(opened.model)[0])
     return nodes
 
 
@@ -246,13 +248,6 @@ def description(model: Any) -> dict[str, Any]:
     if (head := getattr(model, "head", None)) is not None and not callable(head):
         described["head"] = dataclasses.asdict(head)
     return described
-
-
-def huggingface_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of config.json and tensors. Raises Refused for a shape that Hugging Face's classes cannot express."""
-    from ...models.huggingface import to_huggingface
-
-    return to_huggingface(model)
 
 
 def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOptions) -> Report:
@@ -292,16 +287,12 @@ def write_graph(model: Any, path: Path, metadata: dict[str, str], options: Graph
 
     Raises Refused, by name, for a model with something that the graphs do not have.
     """
-    from ..graphs.onnx_bert import bert_graph
-    from ..graphs.onnx_gpt import gpt_graph
-
     writer: Any = gpt_graph if isinstance(model.config, GPTConfig) else bert_graph
     return writer(model, options).save(path, metadata)
 
 
-def parity_facts(report: Report) -> dict[str, Any]:
-    """What a manifest says of a parity report; nothing of one that was not made."""
-    if not report:
+def _parity_facts(report: Report) -> dict[str, Any]:
+    if not report:  # nothing here could run it
         return {}
     facts: dict[str, Any] = {
         "parity_max_abs": max(summary["max_abs"] for summary in report["outputs"].values()),

@@ -17,37 +17,27 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Refused, extra
 from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
+from ...models.bert import BERT, BERTWithHead
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ...models.gpt import GPT
+from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import family_of_shape
+from ...models.rotary import frequencies
 from ...models.sentence import MEAN, Sentence
 from ..graphs import parity
 from ..runtimes.backends import classes_of, run_gguf
 from ..runtimes.llama_backend import EXTRA
 from ..runtimes.source import Loaded
-from .export import (
-    ALONE,
-    Judging,
-    Report,
-    copy_tokenizer,
-    description,
-    exporting,
-    huggingface_of,
-    judge,
-    write_json,
-)
-
-if TYPE_CHECKING:
-    from ...models.bert import BERT, BERTWithHead
-    from ...models.gpt import GPT
-
+from .export import ALONE, Judging, Report, copy_tokenizer, description, exporting, judge, write_json
 
 # llama.cpp computes GELU from a table of f16 values, so f32 is no closer than f16; its blocks of 32 weights are those
 # of our int8 and int4, of random weights too: mean KL divergence in nats on random ids as well.
@@ -145,7 +135,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def write_gguf(
-    model: "GPT | BERT | BERTWithHead",
+    model: GPT | BERT | BERTWithHead,
     tokenizer: Path | None,
     path: Path,
     precision: GGUFPrecision = "f16",
@@ -162,7 +152,7 @@ def write_gguf(
     if kind not in ("embedding", "sequence-classification"):
         fix = "export to ONNX or Hugging Face; the model that was fine-tuned can be a GGUF file"
         raise Refused(f"a head for {kind} has no place in a GGUF file", where="--to gguf", fix=fix)
-    _, state = huggingface_of(model)
+    _, state = to_huggingface(model)
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, architecture, config, precision)
     if isinstance(config, BERTConfig):
@@ -183,9 +173,6 @@ def write_gguf(
 
 def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecision) -> None:
     import gguf
-    import torch
-
-    from ...models.rotary import frequencies
 
     kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
     writer.add_name(f"{config.layers} layers of {config.width}")

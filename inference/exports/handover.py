@@ -5,13 +5,18 @@ by our own importer and compared with the torch model. What vLLM and TEI need is
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import torch
+
 from ...core.files import read_json
+from ...models.bert import BERTWithHead
 from ...models.config import GPTConfig
+from ...models.huggingface import load_huggingface, to_huggingface
 from ..graphs.graph_options import Pooling
 from ..graphs.parity import BOUNDS, reference_of
 from ..runtimes.source import find_model
 from ..runtimes.torch_backend import DTYPE_NAMES
-from .export import ALONE, Judging, Report, copy_tokenizer, exporting, huggingface_of, judge, write_json
+from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
 
 
 def export_huggingface(
@@ -28,21 +33,17 @@ def export_huggingface(
     Raises Refused for a shape that Hugging Face's classes cannot express and when an output differs by more
     than the bound.
     """
-    import torch
-    from huggingface_hub import save_torch_state_dict
-
-    from ...models.bert import BERTWithHead
-    from ...models.huggingface import load_huggingface
-
     with exporting(path, out, "model", judging, overwrite) as export:
         model: Any = export.opened.model
         config, folder = model.config, export.folder
         tuned = isinstance(model, BERTWithHead)
-        fields, state = huggingface_of(model)
+        fields, state = to_huggingface(model)
         dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
         dtype = dtype or find_model(path).stored_dtype("cuda") or torch.float32
         state = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in state.items()}
-        save_torch_state_dict(state, folder, metadata={"format": "pt"})  # in files of at most 5 GB
+        huggingface_hub.save_torch_state_dict(
+            state, folder, metadata={"format": "pt"}
+        )  # in files of at most 5 GB
         fields["dtype"] = fields["torch_dtype"] = str(dtype).removeprefix("torch.")  # new name and old
         special = copy_tokenizer(export.opened, folder)
         ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}

@@ -11,6 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
+import tokenizers
+
 from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
@@ -52,9 +55,6 @@ def export_triton(
 
     Raises as `export_onnx` or `export_engine`, and WrongUse for a GPT or a model without a tokenizer.
     """
-    import onnx
-    import tokenizers
-
     with exporting(path, out, "onnx", judging, overwrite) as export:
         opened, graph = export.opened, export.folder / "model.onnx"
         if isinstance(opened.model.config, GPTConfig):

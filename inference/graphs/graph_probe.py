@@ -4,10 +4,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
+import torch
+from torch import nn
 
 from ...core.errors import Refused
 from ...models.config import GPTConfig, ModelConfig
@@ -15,9 +18,6 @@ from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_blocks import grouped
 from .parity import Tally
-
-if TYPE_CHECKING:
-    from torch import nn
 
 PROBE, OPTIMISED, WEIGHTS = "probe.onnx", "optimised.onnx", "optimised.onnx.data"
 TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
@@ -29,8 +29,6 @@ def opened(graph: Path, outputs: Sequence[str]) -> Iterator[tuple[Any, Counter[s
     """A session on the CPU that also returns these tensors of the graph, and how often each operator stands in what
     ONNX Runtime made of it. Its files stand beside the graph for a while, so that both read the same external weights.
     """
-    import onnxruntime
-
     model = onnx.load(str(graph), load_external_data=False)
     named = {output.name for output in model.graph.output}
     model.graph.output.extend(
@@ -73,10 +71,8 @@ def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np
     return feeds, np.ones_like(real) if isinstance(config, GPTConfig) else real
 
 
-def probe(model: "nn.Module", graph: Path, config: ModelConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+def probe(model: nn.Module, graph: Path, config: ModelConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
     """Largest and mean error of what each block returns, against the torch module, and ONNX Runtime's operators."""
-    import torch
-
     names = [f"hidden.{layer}" for layer in range(config.layers)]
     with opened(graph, names) as (session, operators):
         feeds, real = _feeds(session, config)

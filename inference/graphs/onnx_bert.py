@@ -19,23 +19,21 @@ query. For ONNX Runtime the blocks are its fused Attention, SkipLayerNormalizati
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
+from ...models.bert import BERT, BERTWithHead
 from ...models.config import BERTConfig
 from .graph_options import PLAIN, GraphOptions, Pooling
 from .onnx_blocks import HIDDEN_BY_MASK, Blocks
 from .onnx_writer import BOOL, CONTRIB, FLOAT, INT32, INT64, Graph, int8_by_output
 
-if TYPE_CHECKING:
-    from ...models.bert import BERT, BERTWithHead
 
-
-def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> Graph:
+def bert_graph(model: BERT | BERTWithHead, options: GraphOptions = PLAIN) -> Graph:
     """The graph of this model with its heads."""
-    head = getattr(model, "head", None)
-    encoder: BERT = model.encoder if head is not None else model  # type: ignore[assignment, union-attr]
+    encoder = model.encoder if isinstance(model, BERTWithHead) else model
     config = encoder.config
     parts = Blocks(encoder, config, options)
     graph = parts.graph
@@ -64,18 +62,16 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
     graph.result(graph.node("Gather", x, graph.scalar(0), axis=1), "cls_embedding", ["batch", config.width])
     _embedding(graph, x, mask, config.width, options.pooling or "mean")
-    if head is None:
+    if not isinstance(model, BERTWithHead):
         _pretraining_heads(parts, config, x, ids)
-    elif head.labels:
-        parts.state |= {
-            f"output.{name}": value.detach().float().cpu().numpy()
-            for name, value in model.output.named_parameters()  # type: ignore[union-attr]
-        }
-        _fine_tuned_head(parts, head.kind, len(head.labels), x)
+    elif model.output is not None:
+        for name, value in model.output.named_parameters():
+            parts.state[f"output.{name}"] = value.detach().float().cpu().numpy()
+        _fine_tuned_head(parts, model.head.kind, len(model.head.labels), x)
     return graph
 
 
-def _plain(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> Callable[..., str]:
+def _plain(parts: Blocks, model: BERT, mask: str, length: str, steps: str) -> Callable[..., str]:
     """Attention in standard operators."""
     graph, config = parts.graph, parts.config
     assert isinstance(config, BERTConfig)
@@ -146,10 +142,8 @@ def _fused(parts: Blocks, mask: str) -> Callable[..., str]:
     return attention
 
 
-def _relative_bias(parts: Blocks, model: "BERT", steps: str) -> str:
+def _relative_bias(parts: Blocks, model: BERT, steps: str) -> str:
     """The bias (1, heads, sequence, sequence), looked up by distance in a table made by the model itself."""
-    import torch
-
     longest = parts.config.sequence_length
     assert model.relative_bias is not None
     with torch.no_grad():

@@ -5,9 +5,11 @@ Shape letters as in models/layers.py: A heads, G key-value heads, D head width, 
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from ...core.errors import Refused
 from ...models.config import GPTConfig
@@ -16,9 +18,6 @@ from ...models.rotary import rotary_table
 from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_writer import CONTRIB, Graph, Products, int8_by_output
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # query, key, value, each (batch, heads, sequence, head) -> the same shape; with `Blocks.grouped` (batch, sequence,
 # heads x head)
@@ -55,7 +54,7 @@ def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
 class Blocks:
     """Writes parts of a model into a graph; `x` is always (batch, sequence, width)."""
 
-    def __init__(self, model: "nn.Module", config: TransformerConfig, options: GraphOptions) -> None:
+    def __init__(self, model: nn.Module, config: TransformerConfig, options: GraphOptions) -> None:
         refuse_unknown(config)
         self.config, self.options = config, options
         self.graph = Graph(options.opset, options.half)
@@ -199,8 +198,6 @@ class Blocks:
 
     def rotary(self, layer: int) -> list[str]:
         """Cosines and sines (sequence_length, D / 2) of a layer, the model's own with equal halves; [] for none."""
-        import torch
-
         config, kind = self.config, self.config.kind_of(layer)
         if config.positions != "rotary" or kind == "n":
             return []

@@ -17,18 +17,16 @@ its operator reads and writes them, and a past and its present may be one buffer
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.gpt import GPT
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
 from .onnx_blocks import Blocks
 from .onnx_writer import BOOL, CONTRIB, INT32, INT64, Graph
 
-if TYPE_CHECKING:
-    from ...models.gpt import GPT
 
-
-def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
+def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
     """The graph of this model."""
     config = model.config
     parts = Blocks(model, config, options)

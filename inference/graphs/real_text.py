@@ -9,14 +9,15 @@ Letters: R rows, S tokens of a row, N positions asked for, V vocabulary.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from ...core.artifact import Input, create_artifact, read_manifest, verify_artifact
 from ...core.backend import Span, log_softmax, on_host
@@ -26,10 +27,6 @@ from ..runtimes.backends import Loaded
 from ..runtimes.source import open_model
 from .onnx_writer import INT8_MAX
 from .parity import PIECE_NUMBERS, Bounds, Tally
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 ROW_TOKENS = 128
 ROWS = 128  # of each half, 16,384 tokens: agreement of 98 % is then known to about 0.3 %
@@ -48,7 +45,6 @@ class TextRows:
     sha256: str
     ids_RS: np.ndarray
     mask_id: int | None
-    special: frozenset[int]
 
     @property
     def calibration(self) -> np.ndarray:
@@ -87,7 +83,7 @@ def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRow
     if framed:
         ends = [np.full((len(rows), 1), end, np.int64) for end in (loaded.cls_id, loaded.sep_id)]
         rows = np.concatenate((ends[0], rows, ends[1]), axis=1)
-    return TextRows(str(path), sha256_file(path), rows, loaded.mask_id, loaded.special_ids)
+    return TextRows(str(path), sha256_file(path), rows, loaded.mask_id)
 
 
 def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds: Bounds) -> dict[str, Any]:
@@ -135,13 +131,9 @@ def allowed_disagreements(predictions: int, bound: float) -> int:
     """
     if not 0 < bound < 1:
         return 1 if bound >= 1 else predictions
-    chance, likely = 0.0, 0
-    for likely in range(predictions + 1):
-        ways = math.lgamma(predictions + 1) - math.lgamma(likely + 1) - math.lgamma(predictions - likely + 1)
-        chance += math.exp(ways + likely * math.log1p(-bound) + (predictions - likely) * math.log(bound))
-        if chance >= 1 - LEVEL:
-            break
-    return max(likely, 1)
+    counts = torch.arange(predictions + 1, dtype=torch.float64)
+    wrong = torch.distributions.Binomial(predictions, torch.tensor(1 - bound, dtype=torch.float64))
+    return max(int((wrong.log_prob(counts).exp().cumsum(0) < 1 - LEVEL).sum()), 1)
 
 
 def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterator[Predictions]:
@@ -161,9 +153,9 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
 def _next_tokens(backends: Any, ids: np.ndarray) -> Predictions:
     spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
     caches = [backend.new_cache(len(ids)) for backend in backends]  # of llama.cpp the logits are its memory
-    ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
-    ours, theirs = (logits.reshape(*ids.shape, -1)[:, :-1] for logits in (ours, theirs))
-    return _lines(ours), _lines(theirs), ids[:, 1:].reshape(-1)
+    both = (on_host(b.step(spans, cache)).reshape(*ids.shape, -1) for b, cache in zip(backends, caches))
+    ours, theirs = (_lines(logits[:, :-1]) for logits in both)
+    return ours, theirs, ids[:, 1:].reshape(-1)
 
 
 def _masked_tokens(backends: Any, ids: np.ndarray, mask_id: int | None, seed: int) -> Iterator[Predictions]:
@@ -177,14 +169,12 @@ def _masked_tokens(backends: Any, ids: np.ndarray, mask_id: int | None, seed: in
     if mask_id is not None:
         np.put_along_axis(masked, ask, mask_id, 1)
     ours, theirs = (backend.forward(masked, types, real, ask) for backend in backends)
-    if "mlm_logits" in ours:
-        truth = np.take_along_axis(ids, ask, 1).reshape(-1)
-        yield _lines(ours["mlm_logits"]), _lines(theirs["mlm_logits"]), truth
-        return
-    ours, theirs = (backend.forward(ids, types, real, ask) for backend in backends)
-    for name in ("logits", "start_logits", "end_logits"):
+    truth = np.take_along_axis(ids, ask, 1).reshape(-1) if "mlm_logits" in ours else None
+    if truth is None:
+        ours, theirs = (backend.forward(ids, types, real, ask) for backend in backends)
+    for name in ("mlm_logits", "logits", "start_logits", "end_logits"):
         if name in ours:
-            yield _lines(ours[name]), _lines(theirs[name]), None
+            yield _lines(ours[name]), _lines(theirs[name]), truth
 
 
 def _lines(logits: np.ndarray) -> np.ndarray:
@@ -196,10 +186,8 @@ BATCH = 8
 RANGES = "ranges.json"
 
 
-def calibrate(model: "nn.Module", rows: TextRows) -> dict[str, float]:
+def calibrate(model: nn.Module, rows: TextRows) -> dict[str, float]:
     """The range of every linear layer of a GPT or BERT, by its name in the module (or in its encoder)."""
-    import torch
-
     body: Any = getattr(model, "encoder", model)
     layers = {n: m for n, m in body.named_modules() if isinstance(m, torch.nn.Linear) and n != "output"}
     if body is not model:
@@ -235,16 +223,10 @@ def calibrate(model: "nn.Module", rows: TextRows) -> dict[str, float]:
 def best_clip(counts: np.ndarray, largest: float) -> float:
     """The clip of |x| with the smallest squared error, given a histogram of |x| on [0, largest]."""
     middle = (np.arange(len(counts)) + 0.5) * (largest / len(counts))
-    best, found = np.inf, largest
-    for part in range(16, 129):
-        clip = largest * part / 128
-        step = clip / INT8_MAX
-        # a value inside is off by the rounding of its bin, at least as much as evenly spread values are
-        rounded = np.minimum(np.rint(middle / step), INT8_MAX) * step
-        error = np.where(middle <= clip, step**2 / 12, (middle - rounded) ** 2)
-        if (total := float((error * counts).sum())) < best:
-            best, found = total, clip
-    return found
+    clips = largest * np.arange(16, 129)[:, None] / 128
+    # a value inside is off as evenly spread values are, one beyond by what is cut of it
+    error = np.where(middle <= clips, (clips / INT8_MAX) ** 2 / 12, (middle - clips) ** 2)
+    return float(clips[(error * counts).sum(-1).argmin(), 0])
 
 
 def write_calibration(

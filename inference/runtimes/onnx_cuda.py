@@ -4,17 +4,15 @@ crosses the bus are ids and what was asked for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from ...core.backend import Ids, Want
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from .onnx_causal import BINDINGS, OnnxCausal
 from .onnx_session import OnnxEncoder
-
-if TYPE_CHECKING:
-    import torch
 
 BUCKET = 16  # lengths are padded to a multiple: each shape has memory and a captured graph of its own
 OF_TOKENS = ("last_hidden_state", "start_logits", "end_logits")
@@ -22,8 +20,6 @@ OF_TOKENS = ("last_hidden_state", "start_logits", "end_logits")
 
 def wait(device: str) -> None:
     """Until what torch was given to do on the device is done: ONNX Runtime and engines have streams of their own."""
-    import torch
-
     if device != "cpu":
         torch.cuda.current_stream(device).synchronize()
 
@@ -32,15 +28,11 @@ class CudaCausal(OnnxCausal):
     """A GPT graph in a GPU's memory (`core.backend.CausalBackend`)."""
 
     def __init__(self, session: Any, config: GPTConfig, dtype: str, device: str) -> None:
-        import torch
-
         super().__init__(session, config, dtype)
         self.device = device
         self._spare = torch.zeros(1, device=device)  # empty tensors have no address, and one is asked for
 
     def zeros(self, shape: tuple[int, ...], kind: Any) -> Any:
-        import torch
-
         return torch.zeros(shape, dtype=getattr(torch, np.dtype(kind).name), device=self.device)
 
     def address(self, array: Any) -> int:
@@ -69,8 +61,6 @@ class CudaEncoder(OnnxEncoder):
     """A BERT graph in a GPU's memory (`core.backend.EncoderBackend`)."""
 
     def __init__(self, session: Any, config: BERTConfig, dtype: str, device: str) -> None:
-        import torch
-
         super().__init__(session, config, dtype, device)
         self._resident: dict[tuple[Any, ...], Resident] = {}
         self._spare = torch.zeros(1, device=device)
@@ -89,8 +79,6 @@ class CudaEncoder(OnnxEncoder):
 
     def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         """See `OnnxEncoder.run`: ids go and `names` come through pinned memory, the rest stays where it is."""
-        import torch
-
         key = tuple(value.shape for value in feeds.values())
         if key not in self._resident:
             if len(self._resident) == BINDINGS:
@@ -112,8 +100,6 @@ class CudaEncoder(OnnxEncoder):
         return [call.pinned[name].numpy().copy() for name in names]
 
     def _bound(self, feeds: dict[str, np.ndarray]) -> Resident:
-        import torch
-
         rows, tokens = feeds["input_ids"].shape
         asked = feeds["logit_positions"].shape[1] if "logit_positions" in feeds else 0
         call = Resident(self.session.io_binding(), {}, {})

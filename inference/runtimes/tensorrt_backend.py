@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...core.artifact import Manifest
 from ...core.backend import Limits
@@ -58,8 +59,6 @@ def check_engine(manifest: Manifest, where: Path, library: Any, capability: Call
 
 def gpu_facts(device: str = "cuda:0") -> dict[str, Any]:
     """A GPU's name, compute capability, driver and CUDA version. Raises WrongUse when there is none."""
-    import torch
-
     if not torch.cuda.is_available():
         fix = "build on the machine that has the GPU; --to tensorrt-rtx compiles without one"
         raise WrongUse("there is no GPU here", why="torch sees no CUDA device", fix=fix)
@@ -92,8 +91,6 @@ def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "Engine
 
 def captured(run: Callable[[], None], stream: Any = None, pool: Any = None) -> Callable[[], None]:
     """The work of `run` as a CUDA graph; returns its replay. `pool`: memory that several graphs share."""
-    import torch
-
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         run()
@@ -132,8 +129,6 @@ class EngineSession:
         self.capture_failures = 0
         self._stream: Any = None
         if device != "cpu":
-            import torch
-
             self._stream = torch.cuda.Stream(device)
         with self._here():
             self._runtime = library.Runtime(library.Logger(library.Logger.ERROR))
@@ -239,8 +234,6 @@ class EngineSession:
 
     def _here(self) -> AbstractContextManager[Any]:
         """The session's device and stream."""
-        import torch
-
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _handle(self) -> int:
