@@ -70,7 +70,7 @@ def judged(name: str, path: Path, text: Path, folder: Path) -> dict[str, Figures
     for variant, precision in FORMS if name == "gpt" else FORMS[:-1]:
         options = GraphOptions(variant, precision)  # type: ignore[arg-type]
         judging = Judging(text=text, bench=False, bounds=LOOSE)
-        report = export_onnx(path, folder / "out", options, judging, overwrite=True)
+        report = export_onnx(path, folder / "out", options, judging=judging, overwrite=True)
         found[f"{precision} {variant}"] = figures(report["text"])
         if precision == "fp32" and "greedy_tokens" in report:
             found["fp32 portable"]["greedy"] = report["greedy_tokens"]["equal"]
@@ -78,7 +78,7 @@ def judged(name: str, path: Path, text: Path, folder: Path) -> dict[str, Figures
     if name == "gpt" and importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
         for kind in GGUF:
             judging = Judging(text=text, bench=False, bounds=LOOSE)
-            report = export_gguf(path, folder / "gguf", kind, judging, overwrite=True)  # type: ignore[arg-type]
+            report = export_gguf(path, folder / "gguf", kind, judging=judging, overwrite=True)  # type: ignore[arg-type]
             found[f"{kind} llama.cpp"] = figures(report["text"])
             print(f"{name} {kind} llama.cpp: {found[f'{kind} llama.cpp']}", flush=True)
     return found

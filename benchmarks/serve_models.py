@@ -42,9 +42,9 @@ def write_models(folder: Path, quick: bool) -> None:
         for precision in ("fp32", "int8"):
             judging = Judging(text=text if precision == "int8" else None, bench=False)
             options = GraphOptions("onnxruntime", precision)
-            export_onnx(directory, folder / f"{kind}-{precision}", options, judging)
+            export_onnx(directory, folder / f"{kind}-{precision}", options, judging=judging)
     if find_spec("gguf") and find_spec("llama_cpp"):
-        export_gguf(folder / "gpt", folder / "gpt-q8_0", "q8_0", Judging(bench=False))
+        export_gguf(folder / "gpt", folder / "gpt-q8_0", "q8_0", judging=Judging(bench=False))
 
 
 def gpt_tokenizer() -> Any:

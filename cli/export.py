@@ -150,6 +150,7 @@ def command(
 
         score = task_scorer(tasks, limit)
     judging = Judging(text, calibration, score, bench, device=device)
+    how: dict[str, Any] = {"judging": judging, "overwrite": overwrite}
     capability, precision = given.pop("capability"), given.pop("precision")
     engine = {name: given.pop(name) for name in ("batches", "lengths", "timing_cache")}
     writes = PRECISIONS.get(target, get_args(Precision))
@@ -164,25 +165,23 @@ def command(
         from ..inference.exports.gguf_export import export_gguf
 
         named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
-        report = export_gguf(path, out, named[given["precision"]], judging, overwrite)
+        report = export_gguf(path, out, named[given["precision"]], **how)
     elif target == "huggingface":
         from ..inference.exports.handover import export_huggingface
 
-        report = export_huggingface(path, out, judging, overwrite, given["pooling"], precision or "")
+        report = export_huggingface(path, out, given["pooling"], precision or "", **how)
     elif target == "triton":
         from ..inference.exports.triton import export_triton
 
         options = GraphOptions(**given | {"names": "optimum"})  # no input whose length is not the text's
-        report = export_triton(path, out, options, judging, overwrite, **(engine if plan else {}))
+        report = export_triton(path, out, options, **how, **(engine if plan else {}))
     elif target == "onnx":
-        report = export_onnx(path, out, GraphOptions(**given), judging, overwrite)
+        report = export_onnx(path, out, GraphOptions(**given), **how)
     else:
         from ..inference.exports.export_engine import export_engine
 
         options, library = GraphOptions(**given | {"variant": "tensorrt"}), target.replace("-", "_")
-        report = export_engine(
-            path, out, library, options, judging, overwrite, capability=capability, **engine
-        )
+        report = export_engine(path, out, library, options, **how, capability=capability, **engine)
     lines = [*_lines(report), f"written: {out}"]
     # another program's (optimum's graphs of a GPT too), and for a GPU that may not be here
     if target not in ("triton", "tensorrt-rtx") and not Path(out, "genai_config.json").exists():

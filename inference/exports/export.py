@@ -1,14 +1,14 @@
 """Exports a model as an artifact that has been compared with the torch model before it may exist.
 
-Every target goes one way: `exporting` opens the model and the artifact, the target writes its files, `judge` compares
+Every target goes one way: `exports` opens the model and the artifact, the target writes its files, `judge` compares
 them with the torch model, and what it says is parity.json. An artifact of kind `onnx` holds model.onnx (and
 model.onnx.data above 1.8 GB), model.json, tokenizer.json and parity.json.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,11 +113,24 @@ class Export:
         return file if file.is_file() else None
 
 
-@contextmanager
-def exporting(
-    path: Path | str, out: Path | str, kind: str, judging: Judging, overwrite: bool
-) -> Iterator[Export]:
-    """The model at `path` on its way to `out`. What was found out is written when the block ends."""
+def exports(kind: str) -> Callable[[Callable[..., None]], Callable[..., Report]]:
+    """Of a function that fills an `Export`, one that exports `path` to `out` as this kind of artifact (`_exported`)."""
+    return lambda fill: partial(_exported, kind, fill)
+
+
+def _exported(
+    kind: str,
+    fill: Callable[..., None],
+    path: Path | str,
+    out: Path | str,
+    *given: Any,
+    judging: Judging = ALONE,
+    overwrite: bool = False,
+    **named: Any,
+) -> Report:
+    """Fill an artifact from the model at `path`, with what `fill` takes besides; returns what parity.json holds. What
+    raises leaves nothing at `out`.
+    """
     check_free(out, overwrite)
     device = pick_device(judging.device)
     opened = open_model(path)
@@ -127,11 +140,11 @@ def exporting(
     with create_artifact(out, kind, inputs=[opened.input], overwrite=overwrite) as draft:
         if rows is not None:
             draft.inputs.append(Input(rows.source, "foreign", rows.sha256))
-        sentence = read_sentence(Path(opened.input.path))
-        export = Export(opened, draft, judging, device, rows, sentence)
-        yield export
+        export = Export(opened, draft, judging, device, rows, read_sentence(Path(opened.input.path)))
+        fill(export, *given, **named)
         write_json(draft.path / "parity.json", export.report)
         draft.facts = {"family": family_of(opened.model.config)} | draft.facts | _parity_facts(export.report)
+    return export.report
 
 
 def judge(
@@ -158,25 +171,16 @@ def judge(
     report["latency"] = [row for loaded in timed.values() for row in latency_table(loaded)]
 
 
-def export_onnx(
-    path: Path | str,
-    out: Path | str,
-    options: GraphOptions = PLAIN,
-    judging: Judging = ALONE,
-    overwrite: bool = False,
-) -> Report:
-    """Write the model at `path` as an ONNX artifact; returns what parity.json holds.
-
-    Raises WrongUse for a graph that cannot be written and when text or calibration is missing, Refused when
-    something differs from torch by more than its bound: then nothing is left at `out`.
+@exports("onnx")
+def export_onnx(export: Export, options: GraphOptions = PLAIN) -> None:
+    """An ONNX artifact. Raises WrongUse for a graph that cannot be written and when text or calibration is missing,
+    Refused when something differs from torch by more than its bound.
     """
-    with exporting(path, out, "onnx", judging, overwrite) as export:
-        nodes = write_judged(export, options)
-        export.keep_sentence()
-        facts: dict[str, Any] = {name: getattr(options, name) for name in ("variant", "opset", "names")}
-        facts["onnxruntime"] = onnxruntime.__version__  # that it was compared on
-        export.draft.facts |= {"precision": options.precision, "nodes": nodes} | facts
-    return export.report
+    nodes = write_judged(export, options)
+    export.keep_sentence()
+    facts: dict[str, Any] = {name: getattr(options, name) for name in ("variant", "opset", "names")}
+    facts["onnxruntime"] = onnxruntime.__version__  # that it was compared on
+    export.draft.facts |= {"precision": options.precision, "nodes": nodes} | facts
 
 
 def write_judged(export: Export, options: GraphOptions) -> int:

@@ -29,7 +29,7 @@ from ..graphs.parity import BOUNDS, sweep
 from ..runtimes.backends import on_engine
 from ..runtimes.source import Loaded
 from ..runtimes.tensorrt_backend import EngineSession, gpu_facts, load_library
-from .export import ALONE, Export, Judging, Report, exporting, judge, on_our_terms, write_judged
+from .export import Export, exports, judge, on_our_terms, write_judged
 
 T4 = "7.5"
 RTX_CAPABILITIES = (T4, "8.0", "8.6", "8.9", "12.0")
@@ -60,16 +60,12 @@ class Profile:
     def shapes(self, name: str, config: TransformerConfig) -> list[tuple[int, ...]]:
         """Least, best and largest shape of the graph's input `name`."""
         cache = (config.key_value_heads, config.sequence_length, config.head_size)
+        if name == "past_length":
+            return [(rows,) for rows in self.batch]
+        if name.startswith("past."):
+            return [(rows, *cache) for rows in self.batch]
         asked = (0, 1, 1 if isinstance(config, GPTConfig) and self.tokens[2] == 1 else self.tokens[2])
-        found: list[tuple[int, ...]] = []
-        for rows, tokens, most_asked in zip(self.batch, self.tokens, asked):
-            if name == "past_length":
-                found.append((rows,))
-            elif name == "logit_positions":
-                found.append((rows, most_asked))
-            else:
-                found.append((rows, *cache) if name.startswith("past.") else (rows, tokens))
-        return found
+        return list(zip(self.batch, asked if name == "logit_positions" else self.tokens))
 
 
 @dataclass(frozen=True)
@@ -82,29 +78,20 @@ class Kernel:
     block: int | None
 
 
-def export_engine(
-    path: Path | str,
-    out: Path | str,
-    library_name: str,
-    options: GraphOptions = HALF,
-    judging: Judging = ALONE,
-    overwrite: bool = False,
-    **plan: Any,
-) -> Report:
-    """Compile the model at `path`; returns the parity report with the compiler's facts under `engine`.
+@exports("engine")
+def export_engine(export: Export, library_name: str, options: GraphOptions = HALF, **plan: Any) -> None:
+    """An engine; the report has the compiler's facts under `engine`.
 
     `library_name`: `tensorrt` (for the GPU of this machine) or `tensorrt_rtx` (for `capability`, on a CPU); `plan`:
     what `compiled` takes besides. Raises what `export_onnx` raises, and Refused when attention is not fused or a
-    product is not in the precision of the graph; then nothing is left at `out`.
+    product is not in the precision of the graph.
     """
-    with exporting(path, out, "engine", judging, overwrite) as export:
-        engine, facts = compiled(export, library_name, options, **plan)
-        export.keep_sentence()
-        (export.folder / "engine.plan").write_bytes(engine)
-        for file in export.folder.glob("model.onnx*"):
-            file.unlink()  # the engine has the weights
-        export.draft.facts |= facts
-    return export.report
+    engine, facts = compiled(export, library_name, options, **plan)
+    export.keep_sentence()
+    (export.folder / "engine.plan").write_bytes(engine)
+    for file in export.folder.glob("model.onnx*"):
+        file.unlink()  # the engine has the weights
+    export.draft.facts |= facts
 
 
 def compiled(

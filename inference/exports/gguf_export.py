@@ -37,7 +37,7 @@ from ..graphs import parity
 from ..runtimes.backends import classes_of, run_gguf
 from ..runtimes.llama_backend import EXTRA
 from ..runtimes.source import Loaded
-from .export import ALONE, Judging, Report, copy_tokenizer, description, exporting, judge, write_json
+from .export import Export, copy_tokenizer, description, exports, judge, write_json
 
 # llama.cpp computes GELU from a table of f16 values, so f32 is no closer than f16; its blocks of 32 weights are those
 # of our int8 and int4, of random weights too: mean KL divergence in nats on random ids as well.
@@ -69,46 +69,37 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 
 
-def export_gguf(
-    path: Path | str,
-    out: Path | str,
-    precision: GGUFPrecision = "f16",
-    judging: Judging = ALONE,
-    overwrite: bool = False,
-) -> Report:
-    """Write the model at `path` as GGUF; returns what parity.json holds.
-
-    Raises Refused when the model is of a shape that llama.cpp does not compute, or differs by more than the
-    bound: then nothing is left at `out`.
+@exports("gguf")
+def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
+    """A GGUF file. Raises Refused when the model is of a shape that llama.cpp does not compute, or differs by more than
+    the bound.
     """
-    with exporting(path, out, "gguf", judging, overwrite) as export:
-        opened, file = export.opened, export.folder / "model.gguf"
-        config = opened.model.config
-        write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)
-        described = description(opened.model)
-        write_json(export.folder / "model.json", described)
-        copy_tokenizer(opened, export.folder)
-        export.keep_sentence()
-        export.draft.facts |= {"precision": precision, "pooling": export.sentence.pooling}
-        if importlib.util.find_spec("llama_cpp") is None:
-            warn("not compared with torch: llama-cpp-python is not installed (the extra llamacpp)")
-            return export.report
-        reference = export.reference()
-        if reference.encoder is not None:
-            kept = ("last_hidden_state", "sentence_embedding", "logits")  # what a file has of a BERT
-            headless = parity.Adapted(
-                reference.encoder,
-                lambda out, _: {name: out[name] for name in kept if name in out},
-                one_type=True,
-            )
-            reference = replace(reference, backend=headless)
-        backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(classes_of(described)))
-        candidate = Loaded(config, export.tokenizer, opened.input, backend)
-        length = min(LENGTH, config.sequence_length)
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
-        cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
-        judge(export, reference, candidate, BOUNDS[precision], "llama.cpp", cases)
-    return export.report
+    opened, file = export.opened, export.folder / "model.gguf"
+    config = opened.model.config
+    write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)
+    described = description(opened.model)
+    write_json(export.folder / "model.json", described)
+    copy_tokenizer(opened, export.folder)
+    export.keep_sentence()
+    export.draft.facts |= {"precision": precision, "pooling": export.sentence.pooling}
+    if importlib.util.find_spec("llama_cpp") is None:
+        warn("not compared with torch: llama-cpp-python is not installed (the extra llamacpp)")
+        return
+    reference = export.reference()
+    if reference.encoder is not None:
+        kept = ("last_hidden_state", "sentence_embedding", "logits")  # what a file has of a BERT
+        headless = parity.Adapted(
+            reference.encoder,
+            lambda out, _: {name: out[name] for name in kept if name in out},
+            one_type=True,
+        )
+        reference = replace(reference, backend=headless)
+    backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(classes_of(described)))
+    candidate = Loaded(config, export.tokenizer, opened.input, backend)
+    length = min(LENGTH, config.sequence_length)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
+    cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
+    judge(export, reference, candidate, BOUNDS[precision], "llama.cpp", cases)
 
 
 def architecture_of(config: ModelConfig) -> str:

@@ -16,52 +16,43 @@ from ..graphs.graph_options import Pooling
 from ..graphs.parity import BOUNDS, reference_of
 from ..runtimes.source import find_model
 from ..runtimes.torch_backend import DTYPE_NAMES
-from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
+from .export import Export, copy_tokenizer, exports, judge, write_json
 
 
-def export_huggingface(
-    path: Path | str,
-    out: Path | str,
-    judging: Judging = ALONE,
-    overwrite: bool = False,
-    pooling: Pooling | None = None,
-    precision: str = "",
-) -> Report:
-    """Write the model at `path` as a Hugging Face directory that transformers loads; returns what parity.json
-    holds. Weights are in `precision`, else in the 16 bits of the run's recipe or as they were stored.
+@exports("model")
+def export_huggingface(export: Export, pooling: Pooling | None = None, precision: str = "") -> None:
+    """A Hugging Face directory that transformers loads. Weights are in `precision`, else in the 16 bits of the run's
+    recipe or as they were stored.
 
     Raises Refused for a shape that Hugging Face's classes cannot express and when an output differs by more
     than the bound.
     """
-    with exporting(path, out, "model", judging, overwrite) as export:
-        model: Any = export.opened.model
-        config, folder = model.config, export.folder
-        tuned = isinstance(model, BERTWithHead)
-        fields, state = to_huggingface(model)
-        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-        dtype = dtype or find_model(path).stored_dtype("cuda") or torch.float32
-        state = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in state.items()}
-        huggingface_hub.save_torch_state_dict(
-            state, folder, metadata={"format": "pt"}
-        )  # in files of at most 5 GB
-        fields["dtype"] = fields["torch_dtype"] = str(dtype).removeprefix("torch.")  # new name and old
-        special = copy_tokenizer(export.opened, folder)
-        ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}
-        if isinstance(config, GPTConfig):
-            if "eos_token_id" in ids:  # GPT-2 begins with the token that it ends with; vLLM wants it written
-                ids.setdefault("bos_token_id", ids["eos_token_id"])
-            defaults = folder / "generation_config.json"
-            write_json(defaults, ids | (read_json(defaults) if defaults.is_file() else {}))
-        elif not tuned or model.head.kind == "embedding":
-            export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
-        write_json(folder / "config.json", fields | ids)
-        read_back = load_huggingface(folder).to(export.device)
-        candidate = reference_of(read_back, export.tokenizer, export.opened.input)
-        bounds = BOUNDS[DTYPE_NAMES[dtype]]
-        judge(export, export.reference(), candidate, bounds, "the Hugging Face directory")
-        export.report["conditions"] = conditions(folder, fields | ids)
-        export.draft.facts |= {"architecture": fields["architectures"][0], "precision": DTYPE_NAMES[dtype]}
-    return export.report
+    model: Any = export.opened.model
+    config, folder = model.config, export.folder
+    tuned = isinstance(model, BERTWithHead)
+    fields, state = to_huggingface(model)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    dtype = dtype or find_model(export.opened.input.path).stored_dtype("cuda") or torch.float32
+    state = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in state.items()}
+    # in files of at most 5 GB
+    huggingface_hub.save_torch_state_dict(state, folder, metadata={"format": "pt"})
+    fields["dtype"] = fields["torch_dtype"] = str(dtype).removeprefix("torch.")  # new name and old
+    special = copy_tokenizer(export.opened, folder)
+    ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}
+    if isinstance(config, GPTConfig):
+        if "eos_token_id" in ids:  # GPT-2 begins with the token that it ends with; vLLM wants it written
+            ids.setdefault("bos_token_id", ids["eos_token_id"])
+        defaults = folder / "generation_config.json"
+        write_json(defaults, ids | (read_json(defaults) if defaults.is_file() else {}))
+    elif not tuned or model.head.kind == "embedding":
+        export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
+    write_json(folder / "config.json", fields | ids)
+    read_back = load_huggingface(folder).to(export.device)
+    candidate = reference_of(read_back, export.tokenizer, export.opened.input)
+    bounds = BOUNDS[DTYPE_NAMES[dtype]]
+    judge(export, export.reference(), candidate, bounds, "the Hugging Face directory")
+    export.report["conditions"] = conditions(folder, fields | ids)
+    export.draft.facts |= {"architecture": fields["architectures"][0], "precision": DTYPE_NAMES[dtype]}
 
 
 def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:

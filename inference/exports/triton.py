@@ -19,7 +19,7 @@ from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
 from ...models.config import GPTConfig
 from ..graphs.graph_options import GraphOptions
-from .export import ALONE, Export, Judging, Report, exporting, write_json, write_judged
+from .export import Export, exports, write_json, write_judged
 from .export_engine import BATCHES, compiled
 
 MODEL, TOKENIZER, ENSEMBLE = "bert", "tokenizer", "text"
@@ -42,55 +42,47 @@ are refused; a batch waits at most {DELAY_US} us to fill. {{made}}
 """
 
 
-def export_triton(
-    path: Path | str,
-    out: Path | str,
-    options: GraphOptions = OPTIMUM,
-    judging: Judging = ALONE,
-    overwrite: bool = False,
-    **plan: Any,
-) -> Report:
-    """Write the BERT at `path` as a Triton model repository; returns what parity.json holds. For the variant
-    `tensorrt` it holds a plan for the GPU of this machine; `plan`: what `compiled` takes of one.
+@exports("onnx")
+def export_triton(export: Export, options: GraphOptions = OPTIMUM, **plan: Any) -> None:
+    """A Triton model repository of a BERT. For the variant `tensorrt` it holds a plan for the GPU of this machine;
+    `plan`: what `compiled` takes of one.
 
     Raises as `export_onnx` or `export_engine`, and WrongUse for a GPT or a model without a tokenizer.
     """
-    with exporting(path, out, "onnx", judging, overwrite) as export:
-        opened, graph = export.opened, export.folder / "model.onnx"
-        if isinstance(opened.model.config, GPTConfig):
-            why = "Triton batches requests without state, and the cache of a GPT is state"
-            fix = "--to huggingface, and serve it with vLLM"
-            raise WrongUse("a GPT has no Triton repository", why=why, fix=fix)
-        if opened.tokenizer is None:
-            fix = "put the model's tokenizer.json into its directory"
-            raise WrongUse("a Triton repository takes text", where=path, fix=fix)
-        if options.outputs is None and isinstance(opened.model, BERT):  # ids of 30,522 words to each vector
-            options = dataclasses.replace(options, outputs="embedding")
-        place = export.folder / MODEL / "1"
-        place.mkdir(parents=True)
-        sizes, profiles = [8, MAX_BATCH], 0
-        made = f"The graph is opset {options.opset}: the container's ONNX Runtime must know it."
-        if options.variant == "tensorrt":
-            engine, facts = compiled(export, "tensorrt", options, **plan)
-            (place / "model.plan").write_bytes(engine)
-            export.draft.facts |= facts
-            sizes, profiles = list(plan.get("batches", BATCHES)), len(facts["profiles"])
-            made = "The plan is for {library} {library_version} and compute capability {compute_capability}."
-            made = made.format(**facts)
-        else:
-            write_judged(export, options)
-            if graph.with_name("model.onnx.data").exists():
-                place = place / "model.onnx"
-                place.mkdir()
-        written = onnx.load(str(graph), load_external_data=False).graph
-        for file in export.folder.glob("model.onnx*"):
-            file.unlink() if profiles else file.rename(place / file.name)
-        inputs, outputs = _tensors(written.input), _tensors(written.output)
-        _write_tokenizer(export, [one["name"] for one in inputs])
-        _write_configs(export.folder, inputs, outputs, sizes, profiles)
-        (export.folder / "README.md").write_text(README.format(library=tokenizers.__version__, made=made))
-        export.draft.facts |= {"precision": options.precision, "layout": "triton"}
-    return export.report
+    opened, graph = export.opened, export.folder / "model.onnx"
+    if isinstance(opened.model.config, GPTConfig):
+        why = "Triton batches requests without state, and the cache of a GPT is state"
+        fix = "--to huggingface, and serve it with vLLM"
+        raise WrongUse("a GPT has no Triton repository", why=why, fix=fix)
+    if opened.tokenizer is None:
+        fix = "put the model's tokenizer.json into its directory"
+        raise WrongUse("a Triton repository takes text", where=opened.input.path, fix=fix)
+    if options.outputs is None and isinstance(opened.model, BERT):  # ids of 30,522 words to each vector
+        options = dataclasses.replace(options, outputs="embedding")
+    place = export.folder / MODEL / "1"
+    place.mkdir(parents=True)
+    sizes, profiles = [8, MAX_BATCH], 0
+    made = f"The graph is opset {options.opset}: the container's ONNX Runtime must know it."
+    if options.variant == "tensorrt":
+        engine, facts = compiled(export, "tensorrt", options, **plan)
+        (place / "model.plan").write_bytes(engine)
+        export.draft.facts |= facts
+        sizes, profiles = list(plan.get("batches", BATCHES)), len(facts["profiles"])
+        made = "The plan is for {library} {library_version} and compute capability {compute_capability}."
+        made = made.format(**facts)
+    else:
+        write_judged(export, options)
+        if graph.with_name("model.onnx.data").exists():
+            place = place / "model.onnx"
+            place.mkdir()
+    written = onnx.load(str(graph), load_external_data=False).graph
+    for file in export.folder.glob("model.onnx*"):
+        file.unlink() if profiles else file.rename(place / file.name)
+    inputs, outputs = _tensors(written.input), _tensors(written.output)
+    _write_tokenizer(export, [one["name"] for one in inputs])
+    _write_configs(export.folder, inputs, outputs, sizes, profiles)
+    (export.folder / "README.md").write_text(README.format(library=tokenizers.__version__, made=made))
+    export.draft.facts |= {"precision": options.precision, "layout": "triton"}
 
 
 def _tensors(values: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ Letters: B rows of a call, S its longest span, N the most positions asked of one
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,27 +27,6 @@ CACHE_LINE = 64  # bytes
 ONE_PROMPT = "one_prompt"  # metadata of a graph that reads one prompt with a past in a call
 
 
-class OnnxCache:
-    """Keys and values of `rows` sequences: one tensor (rows, kv heads, capacity, head) for each cache of the
-    graph, how many tokens each row holds, and the bindings of these tensors.
-    """
-
-    def __init__(self, stores: dict[str, Any], zeros: Callable[[tuple[int, ...]], Any]) -> None:
-        self.stores, self._zeros = stores, zeros
-        self.rows, _, self.capacity, _ = next(iter(stores.values())).shape
-        self.lengths = np.zeros(self.rows, np.int64)
-        self.bindings: dict[tuple[int, ...], Bound] = {}
-
-    def resize(self, capacity: int) -> None:
-        """Other room in every row; what both have room for is kept."""
-        both = min(capacity, self.capacity)
-        self.bindings.clear()
-        for name, old in self.stores.items():
-            self.stores[name] = self._zeros((*old.shape[:2], capacity, old.shape[3]))
-            self.stores[name][:, :, :both] = old[:, :, :both]
-        self.capacity = capacity
-
-
 @dataclass
 class Bound:
     """A binding for calls of one shape on the same rows: inputs are written into its buffers."""
@@ -55,6 +34,18 @@ class Bound:
     binding: Any
     inputs: list[Any]
     logits: Any
+
+
+@dataclass
+class OnnxCache:
+    """Keys and values of sequences: one tensor (rows, kv heads, capacity, head) for each cache of the graph, how many
+    tokens each row holds, and the bindings of these tensors.
+    """
+
+    stores: dict[str, Any]
+    lengths: np.ndarray
+    capacity: int
+    bindings: dict[tuple[int, ...], Bound] = field(default_factory=dict)
 
 
 class OnnxCausal:
@@ -92,9 +83,19 @@ class OnnxCausal:
 
     def new_cache(self, rows: int) -> OnnxCache:
         """An empty cache whose capacity follows its longest row."""
-        shape = (rows, self._shape[0], self._room(1), self._shape[1])
+        capacity = self._room(1)
+        shape = (rows, self._shape[0], capacity, self._shape[1])
         stores = {name: self.zeros(shape, self._kind) for name in self._caches}
-        return OnnxCache(stores, lambda shape: self.zeros(shape, self._kind))
+        return OnnxCache(stores, np.zeros(rows, np.int64), capacity)
+
+    def _resize(self, cache: OnnxCache, capacity: int) -> None:
+        """Other room in every row; what both have room for is kept."""
+        both = min(capacity, cache.capacity)
+        cache.bindings.clear()
+        for name, old in cache.stores.items():
+            cache.stores[name] = self.zeros((*old.shape[:2], capacity, old.shape[3]), self._kind)
+            cache.stores[name][:, :, :both] = old[:, :, :both]
+        cache.capacity = capacity
 
     def _room(self, tokens: int) -> int:
         """The capacity that has room for so many tokens."""
@@ -103,7 +104,7 @@ class OnnxCausal:
     def step(self, spans: Sequence[Span], cache: OnnxCache) -> Any:
         if self.limits.tokens and max(len(span.ids) for span in spans) > self.limits.tokens:
             return in_pieces(self.step, spans, cache, self.limits.tokens)
-        calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]), self.limits.rows)
+        calls = rectangles(spans, cache.lengths, self.context, self.limits.rows)
         found = []
         for call in calls:
             logits = self._run(call.ids_BS, call.past_B, call.ask_BN, cache, call.first_row)
@@ -123,7 +124,7 @@ class OnnxCausal:
         needed = int(past_B.max()) + length
         assert needed <= self.context, (needed, self.context)
         if needed > cache.capacity:
-            cache.resize(min(max(self._room(needed), cache.capacity * 5 // 4), self.context))
+            self._resize(cache, min(max(self._room(needed), cache.capacity * 5 // 4), self.context))
         if self._one_prompt and rows > 1 and length > 1 and past_B.any():
             found = []
             for i in range(rows):
@@ -176,14 +177,14 @@ class OnnxCausal:
         cache.lengths[row] = 0
         room = self._room(max(int(cache.lengths.max()), 1))
         if 2 * room <= cache.capacity:
-            cache.resize(room)
+            self._resize(cache, room)
 
     def save_row(self, cache: OnnxCache, row: int, tokens: int) -> list[Any]:
         return [copy_of(store[row, :, :tokens]) for store in cache.stores.values()]
 
     def load_row(self, cache: OnnxCache, row: int, saved: list[Any], tokens: int) -> None:
         if tokens > cache.capacity:
-            cache.resize(self._room(tokens))
+            self._resize(cache, self._room(tokens))
         for store, kept in zip(cache.stores.values(), saved):
             store[row, :, :tokens] = kept[:, :tokens]
             store[row, :, tokens : cache.lengths[row]] = 0  # as `free_row`
@@ -204,60 +205,45 @@ class Call:
     ask_BN: np.ndarray
 
 
-def rectangles(
-    spans: Sequence[Span],
-    context: int,
-    length_of: Callable[[int], int] | None = None,
-    rows: int | None = None,
-) -> list[Call]:
-    """The calls of a step, of at most `rows` rows; no padding reaches behind `context`.
-
-    `length_of` tells how many tokens a row that takes no part holds; without it, rows of single tokens that
-    are not adjacent go in calls of their own.
+def rectangles(spans: Sequence[Span], held: np.ndarray, context: int, rows: int | None) -> list[Call]:
+    """The calls of a step, of at most `rows` rows: single tokens first; no padding reaches behind `context`. `held`:
+    how many tokens each row of the cache holds.
     """
-    order = sorted(range(len(spans)), key=lambda i: spans[i].row)
-    single = [i for i in order if len(spans[i].ids) == 1]
     groups: list[list[int]] = []
-    for i in single:
-        beside = groups and (length_of is not None or spans[groups[-1][-1]].row + 1 == spans[i].row)
-        if beside and (rows is None or spans[i].row - spans[groups[-1][0]].row < rows):
+    for i in sorted(range(len(spans)), key=lambda i: (len(spans[i].ids) > 1, spans[i].row)):
+        fits = groups and (rows is None or spans[i].row - spans[groups[-1][0]].row < rows)
+        if fits and _joins(spans, groups[-1], i, context):
             groups[-1].append(i)
         else:
             groups.append([i])
-    calls = [_call(spans, group, length_of) for group in groups]
-    prompts: list[list[int]] = []
-    for i in (i for i in order if len(spans[i].ids) > 1):
-        if prompts and len(prompts[-1]) != rows and _joins(spans, prompts[-1], i, context):
-            prompts[-1].append(i)
-        else:
-            prompts.append([i])
-    return calls + [_call(spans, group, None) for group in prompts]
+    return [_call(spans, group, held) for group in groups]
 
 
 def _joins(spans: Sequence[Span], group: list[int], new: int, context: int) -> bool:
-    """Whether a part of a prompt suits a call: the next row, and little padding."""
+    """Whether a span suits a call: a single token among such, or a part of a prompt in the next row, and little
+    padding.
+    """
     lengths = [len(spans[i].ids) for i in (*group, new)]
+    if min(lengths) == 1:
+        return max(lengths) == 1
     adjacent = spans[group[-1]].row + 1 == spans[new].row
     fits = max(spans[i].past for i in (*group, new)) + max(lengths) <= context
     return adjacent and fits and sum(lengths) >= FILLED * max(lengths) * len(lengths)
 
 
-def _call(spans: Sequence[Span], group: list[int], length_of: Callable[[int], int] | None) -> Call:
+def _call(spans: Sequence[Span], group: list[int], held: np.ndarray) -> Call:
     by_row = {spans[i].row: i for i in group}
     first, last = spans[group[0]].row, spans[group[-1]].row
     owners = tuple(by_row.get(row) for row in range(first, last + 1))
     longest = max(len(spans[i].ids) for i in group)
     ids = np.zeros((len(owners), longest), np.int64)
-    past = np.zeros(len(owners), np.int64)
+    past = held[first : last + 1].copy()
     ask = np.zeros((len(owners), max(spans[i].asked for i in group)), np.int64)
     for line, owner in enumerate(owners):
-        if owner is None:
-            assert length_of is not None
-            past[line] = length_of(first + line)
-            continue
-        span = spans[owner]
-        ids[line, : len(span.ids)], past[line] = span.ids, span.past
-        ask[line, : span.asked] = np.arange(len(span.ids) - span.asked, len(span.ids))
+        if owner is not None:
+            span = spans[owner]
+            ids[line, : len(span.ids)], past[line] = span.ids, span.past
+            ask[line, : span.asked] = np.arange(len(span.ids) - span.asked, len(span.ids))
     return Call(owners, first, ids, past, ask)
 
 

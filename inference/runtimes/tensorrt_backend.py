@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...core.artifact import Manifest
@@ -71,7 +70,7 @@ def gpu_facts(device: str = "cuda:0") -> dict[str, Any]:
     }
 
 
-TYPES = {"HALF": np.float16, "FLOAT": np.float32, "INT64": np.int64}
+TYPES = {"HALF": "float16", "FLOAT": "float32", "INT64": "int64"}  # TensorRT's names and NumPy's
 
 
 def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "EngineSession":
@@ -139,7 +138,6 @@ class EngineSession:
         reads = library.TensorIOMode.INPUT
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == reads]
         self._outputs = [name for name in names if name not in self._inputs]
-        self._types = {name: TYPES[engine.get_tensor_dtype(name).name] for name in names}
         self._contexts: dict[int, Any] = {}
         profiles = range(engine.num_optimization_profiles)
         most = [engine.get_tensor_profile_shape("input_ids", profile)[2] for profile in profiles]
@@ -147,15 +145,15 @@ class EngineSession:
         self.limits = Limits(max(rows for rows, _ in most), max(tokens for _, tokens in most))
 
     def get_inputs(self) -> list[Any]:
-        """As ONNX Runtime's: name, type and shape of each; dims that change are strings."""
         return [self._described(name) for name in self._inputs]
 
     def get_outputs(self) -> list[Any]:
         return [self._described(name) for name in self._outputs]
 
     def _described(self, name: str) -> Any:
+        """As ONNX Runtime's: name, type and shape; dims that change are strings."""
         shape = [dim if dim >= 0 else "any" for dim in self._engine.get_tensor_shape(name)]
-        return SimpleNamespace(name=name, type=np.dtype(self._types[name]).name, shape=shape)
+        return SimpleNamespace(name=name, type=TYPES[self._engine.get_tensor_dtype(name).name], shape=shape)
 
     def get_modelmeta(self) -> Any:
         return SimpleNamespace(custom_metadata_map={})

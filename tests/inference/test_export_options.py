@@ -125,7 +125,7 @@ def test_every_option_is_used_or_refused(
 @pytest.fixture
 def chatting(gpt_dir: Path, tmp_path: Path) -> Path:
     """A model with a chat template and defaults of generation."""
-    handover.export_huggingface(gpt_dir, tmp_path / "chatting", export.Judging(bench=False))
+    handover.export_huggingface(gpt_dir, tmp_path / "chatting", judging=export.Judging(bench=False))
     (tmp_path / "chatting" / "chat_template.jinja").write_text(LOSES)
     defaults = tmp_path / "chatting" / "generation_config.json"
     defaults.write_text(json.dumps(json.loads(defaults.read_text()) | {"temperature": 0.6}))
@@ -179,8 +179,12 @@ def test_a_chat_template_in_a_config_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_weights_leave_in_sixteen_bits(precision: str, gpt_dir: Path, tmp_path: Path) -> None:
     """Half the bytes, readable by everybody that may read the folder, and stored as they are told to be."""
-    handover.export_huggingface(gpt_dir, tmp_path / "whole", export.Judging(bench=False), precision="fp32")
-    handover.export_huggingface(gpt_dir, tmp_path / "half", export.Judging(bench=False), precision=precision)
+    handover.export_huggingface(
+        gpt_dir, tmp_path / "whole", judging=export.Judging(bench=False), precision="fp32"
+    )
+    handover.export_huggingface(
+        gpt_dir, tmp_path / "half", judging=export.Judging(bench=False), precision=precision
+    )
     whole, half = (tmp_path / name / "model.safetensors" for name in ("whole", "half"))
     assert half.stat().st_size < 0.6 * whole.stat().st_size
     assert (
@@ -205,7 +209,7 @@ def test_a_large_model_leaves_in_several_files(
     real = huggingface_hub.save_torch_state_dict
     small = lambda *given, **named: real(*given, **named, max_shard_size="20KB")  # noqa: E731
     monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", small)
-    handover.export_huggingface(gpt_dir, tmp_path / "out", export.Judging(bench=False))
+    handover.export_huggingface(gpt_dir, tmp_path / "out", judging=export.Judging(bench=False))
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     assert open_model(tmp_path / "out").model.config == open_model(gpt_dir).model.config
@@ -234,7 +238,9 @@ def test_tokenizers_that_llama_cpp_reads_otherwise(bert_dir: Path, tmp_path: Pat
 def test_an_optimum_directory_has_its_config(bert_dir: Path, tmp_path: Path) -> None:
     from throughline.inference.graphs.graph_options import GraphOptions
 
-    export.export_onnx(bert_dir, tmp_path / "out", GraphOptions(names="optimum"), export.Judging(bench=False))
+    export.export_onnx(
+        bert_dir, tmp_path / "out", GraphOptions(names="optimum"), judging=export.Judging(bench=False)
+    )
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["model_type"] == "bert" and read_manifest(tmp_path / "out").facts["opset"] == 17
     assert np.isfinite(fields["layer_norm_eps"])
@@ -244,7 +250,7 @@ def test_chat_settings_are_the_owners(chatting: Path, gpt_dir: Path, tmp_path: P
     """Template and defaults of an artifact may change or be added; a run's own directory may hold them, and an answer
     ends where the defaults say.
     """
-    handover.export_huggingface(chatting, tmp_path / "out", export.Judging(bench=False))
+    handover.export_huggingface(chatting, tmp_path / "out", judging=export.Judging(bench=False))
     (tmp_path / "out" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "out" / "generation_config.json").write_text('{"eos_token_id": [0], "top_p": 0.9}')
     verify_artifact(tmp_path / "out")

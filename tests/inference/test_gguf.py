@@ -86,7 +86,9 @@ def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_p
     (tmp_path / "model").mkdir()
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model/model.safetensors")
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
-    report = export_gguf(tmp_path / "model", tmp_path / "gguf", precision, QUIET)  # raises above its bound
+    report = export_gguf(
+        tmp_path / "model", tmp_path / "gguf", precision, judging=QUIET
+    )  # raises above its bound
     if name == "bert":
         assert report["outputs"].keys() == {"last_hidden_state", "sentence_embedding"}
     else:  # a wrong order of rows or positions costs whole nats
@@ -113,9 +115,9 @@ def test_fine_tuned_heads(kind: str, bert_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tuned" / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
     if kind == "token-classification":
         with pytest.raises(Refused, match="a head for token-classification"):
-            export_gguf(tmp_path / "tuned", tmp_path / "gguf", "f32", QUIET)
+            export_gguf(tmp_path / "tuned", tmp_path / "gguf", "f32", judging=QUIET)
         return
-    report = export_gguf(tmp_path / "tuned", tmp_path / "gguf", "f32", QUIET)
+    report = export_gguf(tmp_path / "tuned", tmp_path / "gguf", "f32", judging=QUIET)
     assert ("logits" in report["outputs"]) == bool(labels)
     ours, theirs = (open_backend(tmp_path / name, BackendOptions("cpu")) for name in ("tuned", "gguf"))
     assert ours.classes == theirs.classes == labels
@@ -145,7 +147,7 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
     """The tokens of llama.cpp's own tokenizer are ours, greedy text is torch's, alone and in a batch."""
     from throughline.inference.serving.generation import Job
 
-    report = export_gguf(gpt_dir, tmp_path / "gguf", "f32", QUIET)
+    report = export_gguf(gpt_dir, tmp_path / "gguf", "f32", judging=QUIET)
     assert report["outputs"]["logits at once"]["kl"] <= 1e-3
     options = BackendOptions(device="cpu", threads=1)
     torch_one, llama_one = (open_backend(path, options).causal for path in (gpt_dir, tmp_path / "gguf"))
@@ -176,7 +178,7 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
 
 
 def test_a_dtype_or_runtime_of_its_own(gpt_dir: Path, tmp_path: Path) -> None:
-    export_gguf(gpt_dir, tmp_path / "gguf", "f16", QUIET)
+    export_gguf(gpt_dir, tmp_path / "gguf", "f16", judging=QUIET)
     with pytest.raises(WrongUse, match="has its own precision"):
         open_backend(tmp_path / "gguf", BackendOptions(dtype="fp16"))
     with pytest.raises(WrongUse, match="does not run a GGUF"):
@@ -185,7 +187,7 @@ def test_a_dtype_or_runtime_of_its_own(gpt_dir: Path, tmp_path: Path) -> None:
 
 def test_a_bare_file_is_opened(gpt_dir: Path, tmp_path: Path) -> None:
     """Anybody's .gguf: shape and tokenizer are those of the metadata, and the answers those of the artifact."""
-    export_gguf(gpt_dir, tmp_path / "gguf", "q8_0", QUIET)
+    export_gguf(gpt_dir, tmp_path / "gguf", "q8_0", judging=QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "gguf" / "model.gguf").read_bytes())
     options = BackendOptions(device="cpu", threads=1)
     ours, bare = (open_backend(path, options) for path in (tmp_path / "gguf", tmp_path / "alone.gguf"))
@@ -210,7 +212,7 @@ def test_a_bare_file_is_opened(gpt_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_bare_bert_embeds_the_same_words(bert_dir: Path, tmp_path: Path) -> None:
-    export_gguf(bert_dir, tmp_path / "gguf", "f32", QUIET)
+    export_gguf(bert_dir, tmp_path / "gguf", "f32", judging=QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "gguf" / "model.gguf").read_bytes())
     loaded = open_backend(tmp_path / "alone.gguf", BackendOptions(device="cpu", threads=1))
     text = "a model reads text, again."  # in lower case, as llama.cpp reads it
@@ -221,7 +223,7 @@ def test_a_bare_bert_embeds_the_same_words(bert_dir: Path, tmp_path: Path) -> No
 
 
 def test_bare_files_that_cannot_be_read(gpt_dir: Path, tmp_path: Path) -> None:
-    export_gguf(gpt_dir, tmp_path / "gguf", "f16", QUIET)
+    export_gguf(gpt_dir, tmp_path / "gguf", "f16", judging=QUIET)
     whole = (tmp_path / "gguf" / "model.gguf").read_bytes()
     for name, data in (("cut", whole[:3000]), ("short", whole[: len(whole) // 2]), ("other", b"not a model")):
         (tmp_path / f"{name}.gguf").write_bytes(data)
@@ -242,7 +244,7 @@ def test_a_gguf_file_is_served_by_its_path(
     gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`throughline serve` of the artifact and of a file alone: the same answers."""
-    export_gguf(gpt_dir, tmp_path / "ours", "f32", QUIET)
+    export_gguf(gpt_dir, tmp_path / "ours", "f32", judging=QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "ours" / "model.gguf").read_bytes())
 
     async def body(found) -> None:

@@ -19,7 +19,7 @@ QUIET = Judging(bench=False)
 
 def test_a_gpt_meets_vllms_conditions(gpt_dir: Path, tmp_path: Path) -> None:
     """The fields and files that vLLM's model files read; *not run*: vLLM needs a GPU."""
-    report = export_huggingface(gpt_dir, tmp_path / "out", QUIET)
+    report = export_huggingface(gpt_dir, tmp_path / "out", judging=QUIET)
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     # GPT-2 begins with the token that ends a text
     assert fields["bos_token_id"] == fields["eos_token_id"] == 0
@@ -32,7 +32,7 @@ def test_a_gpt_meets_vllms_conditions(gpt_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls-normalised"])
 def test_a_bert_meets_teis_conditions(pooling, bert_dir: Path, tmp_path: Path) -> None:
-    report = export_huggingface(bert_dir, tmp_path / "out", QUIET, pooling=pooling)
+    report = export_huggingface(bert_dir, tmp_path / "out", judging=QUIET, pooling=pooling)
     assert report["conditions"] == {"vllm": [], "tei": []}
     modes = json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())
     assert modes["pooling_mode_mean_tokens"] == (pooling == "mean") != modes["pooling_mode_cls_token"]
@@ -55,7 +55,7 @@ def test_a_fine_tuned_bert_is_loaded_by_its_class(bert_dir: Path, tmp_path: Path
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "tuned" / "model.safetensors")
     (tmp_path / "tuned" / "config.json").write_text(json.dumps(fields))
     (tmp_path / "tuned" / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
-    export_huggingface(tmp_path / "tuned", tmp_path / "out", QUIET)
+    export_huggingface(tmp_path / "tuned", tmp_path / "out", judging=QUIET)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([[7, 8, 9, 10]])
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_onnxruntime_genai_generates_what_torch_generates(shape: str, gpt_dir: P
         (path / "config.json").write_text(json.dumps(fields))
         (path / "tokenizer.json").write_bytes((gpt_dir / "tokenizer.json").read_bytes())
     variant = "portable" if shape == "growing" else "onnxruntime"
-    export_onnx(path, tmp_path / "out", GraphOptions(variant, names="optimum", opset=21), QUIET)
+    export_onnx(path, tmp_path / "out", GraphOptions(variant, names="optimum", opset=21), judging=QUIET)
     settings = json.loads((tmp_path / "out" / "genai_config.json").read_text())
     assert settings["search"]["past_present_share_buffer"] == (shape != "growing")
     model = open_model(path).model

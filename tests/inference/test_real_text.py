@@ -92,7 +92,7 @@ def test_a_calibration_knows_every_layer(gpt_dir: Path, bert_dir: Path, text: Pa
 def test_int8_by_a_calibration_artifact(bert_dir: Path, text: Path, tmp_path: Path) -> None:
     write_calibration(bert_dir, tmp_path / "calibration", text)
     judging = Judging(text=text, calibration=tmp_path / "calibration", bench=False, bounds=LOOSE)
-    report = export_onnx(bert_dir, tmp_path / "out", GraphOptions("portable", "int8"), judging)
+    report = export_onnx(bert_dir, tmp_path / "out", GraphOptions("portable", "int8"), judging=judging)
     manifest = read_manifest(tmp_path / "out")
     assert {item.kind for item in manifest.inputs} == {"foreign", "calibration"}
     assert manifest.facts["precision"] == "int8" and 0 < manifest.facts["text_kl"] < 1
@@ -112,7 +112,7 @@ def test_a_model_that_says_other_things_is_refused(gpt_dir: Path, text: Path, tm
     """4 bits of a random model with enlarged weights are far off: the bound on text stops it."""
     judging = Judging(text=text, bench=False)
     with pytest.raises(Refused, match="says other things than the torch model on real text") as caught:
-        export_onnx(gpt_dir, tmp_path / "out", GraphOptions("onnxruntime", "int4"), judging)
+        export_onnx(gpt_dir, tmp_path / "out", GraphOptions("onnxruntime", "int4"), judging=judging)
     assert "mean KL" in caught.value.why and list(tmp_path.iterdir()) == []
 
 
@@ -189,9 +189,9 @@ def test_trained_weights_keep_their_answers(family: str, tmp_path: Path) -> None
     forms = [("portable", "fp16"), ("onnxruntime", "int8"), ("portable", "int8"), ("tensorrt", "int8")]
     for form in forms + [("onnxruntime", "int4")] * (family == "gpt"):
         judging = Judging(text=held_out, bench=False)
-        report = export_onnx(model_dir, tmp_path / "out", GraphOptions(*form), judging, overwrite=True)[
-            "text"
-        ]
+        report = export_onnx(
+            model_dir, tmp_path / "out", GraphOptions(*form), judging=judging, overwrite=True
+        )["text"]
         assert report["contested_predictions"] > 50
         assert abs(report["exported_loss"] - report["torch_loss"]) < 0.01
         print(form, report)
@@ -251,7 +251,7 @@ def test_scales_reach_the_graph(gpt_dir: Path, text: Path, tmp_path: Path) -> No
     import onnx
 
     judging = Judging(text=text, bench=False, bounds=LOOSE)
-    export_onnx(gpt_dir, tmp_path / "out", GraphOptions("tensorrt", "int8"), judging)
+    export_onnx(gpt_dir, tmp_path / "out", GraphOptions("tensorrt", "int8"), judging=judging)
     opened = open_model(gpt_dir)
     ranges = calibrate(opened.model, read_rows(text, opened.tokenizer, 160))
     stored = {tensor.name: tensor for tensor in onnx.load(tmp_path / "out" / "model.onnx").graph.initializer}

@@ -127,8 +127,8 @@ def test_what_is_not_here_is_refused_by_name(sentence_dir, modes: dict, files: d
 @pytest.mark.parametrize("pooling", ["mean", "cls", "cls-normalised"])
 def test_an_export_comes_back_as_what_it_is(bert_dir: Path, tmp_path: Path, pooling: str) -> None:
     """Both forms of one model: the same vectors, by the pooling asked for; and a graph of the directory keeps it."""
-    export_huggingface(bert_dir, tmp_path / "hf", QUIET, pooling=pooling)
-    export_onnx(bert_dir, tmp_path / "onnx", GraphOptions(pooling=pooling), QUIET)
+    export_huggingface(bert_dir, tmp_path / "hf", judging=QUIET, pooling=pooling)
+    export_onnx(bert_dir, tmp_path / "onnx", GraphOptions(pooling=pooling), judging=QUIET)
     export_onnx(tmp_path / "hf", tmp_path / "again", judging=QUIET)
     wanted = vector(bert_dir, TEXT, pooling.partition("-")[0])
     for name in ("hf", "onnx", "again"):
@@ -139,7 +139,7 @@ def test_an_export_comes_back_as_what_it_is(bert_dir: Path, tmp_path: Path, pool
 
 def test_a_graph_that_pools_itself_gives_no_other_pooling(bert_dir: Path, tmp_path: Path) -> None:
     """`"pooling": "mean"` asked of it would be answered with [CLS]."""
-    export_onnx(bert_dir, tmp_path / "cls", GraphOptions(pooling="cls"), QUIET)
+    export_onnx(bert_dir, tmp_path / "cls", GraphOptions(pooling="cls"), judging=QUIET)
     sentence = open_backend(tmp_path / "cls", CPU).sentence
     assert sentence.output() == sentence.output("cls") == "sentence_embedding"
     with pytest.raises(WrongUse, match=r"pools \[CLS\] itself"):
@@ -166,7 +166,7 @@ def test_an_encoder_without_heads_opens_where_none_is_used(
     transformers = pytest.importorskip("transformers")
     wanted = embed_texts(bert_dir, [TEXT], CPU)[0]
     export_onnx(bare_dir, tmp_path / "onnx", judging=QUIET)
-    export_huggingface(bare_dir, tmp_path / "hf", QUIET)
+    export_huggingface(bare_dir, tmp_path / "hf", judging=QUIET)
     for folder in (bare_dir, tmp_path / "onnx", tmp_path / "hf"):
         np.testing.assert_allclose(embed_texts(folder, [TEXT], CPU)[0], wanted, atol=1e-4)
     _, told = transformers.BertModel.from_pretrained(

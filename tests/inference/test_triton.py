@@ -142,7 +142,7 @@ def test_the_configurations_are_those_of_the_graph(bert_dir: Path, tmp_path: Pat
     import onnxruntime
 
     options = GraphOptions(opset=20, names="optimum", outputs="all")
-    export_triton(bert_dir, tmp_path / "out", options, QUIET)
+    export_triton(bert_dir, tmp_path / "out", options, judging=QUIET)
     found = configs(tmp_path / "out")
     session = onnxruntime.InferenceSession(tmp_path / "out" / "bert" / "1" / "model.onnx")
     kinds = {"tensor(int64)": 9, "tensor(float)": 11}
@@ -185,7 +185,9 @@ def test_a_plan_stands_in_the_graphs_place(
     on_cpu = lambda library, plan, where="", device="": EngineSession(library, plan, where, "cpu")  # noqa: E731
     monkeypatch.setattr(export_engine, "EngineSession", on_cpu)
     options = GraphOptions("tensorrt", "fp16", names="optimum")
-    report = export_triton(bert_dir, tmp_path / "out", options, QUIET, batches=(1, 4), lengths=(16, 64))
+    report = export_triton(
+        bert_dir, tmp_path / "out", options, judging=QUIET, batches=(1, 4), lengths=(16, 64)
+    )
     config = configs(tmp_path / "out")["bert"]
     assert config.platform == "tensorrt_plan" and config.max_batch_size == 4
     assert list(config.instance_group[0].profile) == ["0", "1", "2", "3"]
