@@ -27,6 +27,13 @@ ON_CPU = {
     "calibration": "torch reads the text there",
     "gguf": "llama.cpp's side of the comparison is on the CPU",
 }
+SAID = {  # of a part of the report
+    "greedy_tokens": "greedy tokens equal to torch's: {equal} of {asked}",
+    "text": "on {tokens:,} tokens of {source}: mean KL {kl:.2g} nats (bound {kl_bound:g}), top-1 agreement "
+    "{top1_agreement:.2%}",
+    "engine": "{standing}: {kernels} kernels, {kernels_per_layer:g} a layer, {fused_attention} fused attention, "
+    "for compute capability {compute_capability}",
+}
 PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
 
 
@@ -199,7 +206,6 @@ def _check_used(target: str) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
     from ..inference.runtimes.bench import latency_lines
 
     if not report:  # nothing here could run it
@@ -215,20 +221,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             "largest error of a layer: {max_abs:.2g} of {scale:.2g}, in layer {layer}".format(**worst)
         )
-    if "greedy_tokens" in report:
-        lines.append("greedy tokens equal to torch's: {equal} of {asked}".format(**report["greedy_tokens"]))
-    if text := report.get("text"):
-        lines.append(
-            "on {tokens:,} tokens of {source}: mean KL {kl:.2g} nats (bound {kl_bound:g}), top-1 agreement "
-            "{top1_agreement:.2%}".format(**text)
-        )
+    lines += [said.format(**report[part]) for part, said in SAID.items() if part in report]
     for name, change in report.get("scores", {}).get("difference", {}).items():
         lines.append(f"{name}: {change:+.4f}")
-    if engine := report.get("engine"):
-        lines.append(
-            "{standing}: {kernels} kernels, {kernels_per_layer:g} a layer, {fused_attention} fused attention, "
-            "for compute capability {compute_capability}".format(**engine)
-        )
     for name, counts in report.get("fused", {}).items():
         lines.append(f"fused by ONNX Runtime: {counts['found']} x {name}")
     return [*lines, "", *console.table(*latency_lines(report["latency"])), ""] if report["latency"] else lines

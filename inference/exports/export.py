@@ -84,7 +84,6 @@ class Export:
 
     @property
     def folder(self) -> Path:
-        """Where its files go."""
         return self.draft.path
 
     def reference(self, pooling: Pooling = "mean") -> Loaded:
@@ -108,7 +107,6 @@ class Export:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer of the export."""
         file = self.folder / "tokenizer.json"
         return file if file.is_file() else None
 

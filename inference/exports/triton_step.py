@@ -16,7 +16,6 @@ class TritonPythonModel:
     """What Triton's Python back end looks for."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read what stands beside this file."""
         folder = Path(__file__).parent
         self.settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -72,7 +72,6 @@ def bert_graph(model: BERT | BERTWithHead, options: GraphOptions = PLAIN) -> Gra
 
 
 def _plain(parts: Blocks, model: BERT, mask: str, length: str, steps: str) -> Callable[..., str]:
-    """Attention in standard operators."""
     graph, config = parts.graph, parts.config
     assert isinstance(config, BERTConfig)
     keys = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
@@ -128,8 +127,8 @@ def _fused(parts: Blocks, mask: str) -> Callable[..., str]:
         weight, bias = parts.reordered(f"{name}.qkv", heads, 3)
         assert bias is not None
         if parts.options.precision != "int8":
-            op, inputs = "Attention", [x, parts.products.constant(f"{name}.qkv.weight.T", weight.T)]
-            inputs += [parts.products.constant(f"{name}.qkv.bias", bias), mask]
+            op, inputs = "Attention", [x, parts.graph.constant(f"{name}.qkv.weight.T", weight.T)]
+            inputs += [parts.graph.constant(f"{name}.qkv.bias", bias), mask]
         else:
             small, scale = int8_by_output(weight)
             x = graph.node("DynamicQuantizeLinear", x, outputs=3)
@@ -151,7 +150,7 @@ def _relative_bias(parts: Blocks, model: BERT, steps: str) -> str:
     # by key - query, from 1 - S to S - 1
     by_distance = np.concatenate((square[:, 1:, 0][:, ::-1], square[:, 0, :]), axis=1)
     graph = parts.graph
-    table = parts.products.constant("relative_bias.by_distance", by_distance)
+    table = parts.graph.constant("relative_bias.by_distance", by_distance)
     offset = graph.node("Sub", steps, graph.node("Unsqueeze", steps, graph.ints(1)))
     index = graph.node("Add", offset, graph.scalar(longest - 1))
     return graph.node("Unsqueeze", graph.node("Gather", table, index, axis=1), graph.ints(0))

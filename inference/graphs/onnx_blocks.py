@@ -17,7 +17,7 @@ from ...models.families import refuse_beyond
 from ...models.rotary import rotary_table
 from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
-from .onnx_writer import CONTRIB, Graph, Products, int8_by_output
+from .onnx_writer import CONTRIB, Graph, int8_by_output
 
 # query, key, value, each (batch, heads, sequence, head) -> the same shape; with `Blocks.grouped` (batch, sequence,
 # heads x head)
@@ -57,8 +57,7 @@ class Blocks:
     def __init__(self, model: nn.Module, config: TransformerConfig, options: GraphOptions) -> None:
         refuse_unknown(config)
         self.config, self.options = config, options
-        self.graph = Graph(options.opset, options.half)
-        self.products = Products(self.graph, options)
+        self.graph = Graph(options)
         self.state = {name: x.detach().float().cpu().numpy() for name, x in model.state_dict().items()}
         # what a graph need not compute: the 1 of norms that have one, the rows of positions before position 0
         for name in self.state if getattr(config, "norm_from_one", False) else ():
@@ -73,7 +72,7 @@ class Blocks:
 
     def weight(self, name: str) -> str:
         """A parameter in the type of the products."""
-        return self.products.constant(name, self.state[name])
+        return self.graph.constant(name, self.state[name])
 
     def rows(self, table: str, ids: str) -> str:
         """Rows of an embedding table. With int8 for ONNX Runtime it is stored in int8, a scale for each row."""
@@ -82,13 +81,12 @@ class Blocks:
             return graph.node("Gather", self.weight(table), ids)
         small_WV, scale_V = int8_by_output(self.state[table])
         rows = graph.node("Gather", graph.weight(f"{table}.int8", np.ascontiguousarray(small_WV.T)), ids)
-        scale = graph.node("Gather", self.products.constant(f"{table}.scale", scale_V[:, None]), ids)
+        scale = graph.node("Gather", self.graph.constant(f"{table}.scale", scale_V[:, None]), ids)
         return graph.node("Mul", graph.node("Cast", rows, to=graph.kind), scale)
 
     def linear(self, x: str, name: str, out: str = "") -> str:
-        """A linear layer with its bias, if it has one."""
         weight, bias = self.state[f"{name}.weight"], self.state.get(f"{name}.bias")
-        return self.products.linear(x, name, weight, bias, out)
+        return self.graph.product(x, name, weight, bias, out)
 
     def norm(self, x: str, name: str, out: str = "") -> str:
         """The config's norm over the last dim. The operators compute it in float32 whatever x is
@@ -114,7 +112,6 @@ class Blocks:
         return graph.node("Mul", graph.narrow(graph.node("Div", wide, root)), scale, out=out)
 
     def sum_norm(self, x: str, branch: str, name: str, out: str = "") -> str:
-        """The norm of x + branch."""
         if not self.fused or self.graph.half or f"{name}.bias" not in self.state:
             return self.norm(self.graph.node("Add", x, branch), name, out)
         inputs = (x, branch, self.weight(f"{name}.weight"), self.weight(f"{name}.bias"))
@@ -122,7 +119,6 @@ class Blocks:
         return self.graph.node("SkipLayerNormalization", *inputs, out=out, **kind)
 
     def activation(self, x: str) -> str:
-        """The config's activation function."""
         graph = self.graph
         if self.config.activation == "silu":
             return graph.node("Mul", x, graph.node("Sigmoid", x))
@@ -175,7 +171,7 @@ class Blocks:
     def _projected(self, x: str, name: str, heads: int, parts: int) -> list[str]:
         """The parts of a projection: of a GPT (batch, sequence, heads * D), of a BERT (batch, heads, sequence, D)."""
         graph, size = self.graph, self.config.head_size
-        flat = self.products.linear(x, name, *self.reordered(name, heads, parts))
+        flat = self.graph.product(x, name, *self.reordered(name, heads, parts))
         if isinstance(self.config, GPTConfig):
             more: dict[str, Any] = {"num_outputs": parts} if graph.opset >= 18 else {}
             first = graph.node("Split", flat, outputs=parts, axis=-1, **more)
@@ -206,7 +202,7 @@ class Blocks:
             places, half = torch.arange(config.sequence_length), config.rotary_size // 2
             tables = [table[0, 0, :, :half] for table in rotary_table(config, places, torch.float32, local)]
             self._rotary[local] = [
-                self.products.constant(f"rotary{'_local' if local else ''}.{name}", table.numpy())
+                self.graph.constant(f"rotary{'_local' if local else ''}.{name}", table.numpy())
                 for name, table in zip(("cos", "sin"), tables)
             ]
         return self._rotary[local]
@@ -265,7 +261,6 @@ class Blocks:
         return self.linear(attended, f"{name}.out")
 
     def feed_forward(self, x: str, name: str) -> str:
-        """The block's MLP, gated or not."""
         up = self.linear(x, f"{name}.up")
         if self.config.gated:
             up = self.graph.node("Mul", self.activation(self.linear(x, f"{name}.gate")), up)
@@ -310,7 +305,7 @@ class Blocks:
         flat = graph.node("Reshape", hidden, graph.ints(-1, self.state[table].shape[1]))
         if self.options.precision in ("int8", "int4") and not self.options.static:
             offset = self.state[bias] if bias else None
-            logits = self.products.linear(flat, "output", self.state[table], offset, bits=8)
+            logits = self.graph.product(flat, "output", self.state[table], offset, bits=8)
         else:
             offsets = [self.weight(bias)] if bias else []
             logits = graph.node("Gemm", flat, self.weight(table), *offsets, transB=1)

@@ -135,7 +135,6 @@ class _Growing:
         return ["batch", self.parts.config.key_value_heads, name, self.parts.config.head_size]
 
     def store(self, layer: int, kind: str) -> tuple[str, str]:
-        """What a layer remembers, and the name of the same with the new tokens."""
         graph, out = self.parts.graph, f"present.{layer}.{kind}"
         self.presents.append(out)
         shape = self.shape("past_sequence")
@@ -147,7 +146,6 @@ class _Growing:
         return self.parts.graph.node("Concat", store, new, axis=2, out=out)
 
     def attend(self, layer: int, query: str, key: str, value: str) -> str:
-        """The new tokens over what a layer remembers."""
         return self.parts.explicit_attention(query, key, value, self._hidden[self.parts.window(layer)])
 
 

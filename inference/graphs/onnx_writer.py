@@ -30,12 +30,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ...core.artifact import version
 from ...core.errors import Refused
-from .graph_options import GraphOptions
+from .graph_options import PLAIN, GraphOptions
 
 EXTERNAL_BYTES = 1_800_000_000
 ALIGNMENT = 4096  # external tensors start on pages, so that runtimes can map them
 BOOL, INT32, INT64 = TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
+BLOCK = 32  # weights that share a scale in int4
+INT8_MAX = 127
 CONTRIB = "com.microsoft"  # ONNX Runtime's own operators; every other node is standard ONNX
 
 
@@ -45,9 +47,9 @@ class Graph:
     `half`: products and the values between them are float16; norms, softmax and outputs stay float32.
     """
 
-    def __init__(self, opset: int = 24, half: bool = False) -> None:
-        self.opset, self.half = opset, half
-        self.kind = FLOAT16 if half else FLOAT
+    def __init__(self, options: GraphOptions = PLAIN) -> None:
+        self.options, self.opset, self.half = options, options.opset, options.half
+        self.kind = FLOAT16 if self.half else FLOAT
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -61,7 +63,6 @@ class Graph:
         return name
 
     def output(self, name: str, kind: int, shape: list[int | str]) -> None:
-        """Declare a tensor of this name as an output."""
         self._outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def result(self, x: str, name: str, shape: list[int | str]) -> None:
@@ -75,7 +76,6 @@ class Graph:
         return name
 
     def ints(self, *values: int) -> str:
-        """A constant int64 vector."""
         return self.weight("ints_" + "_".join(map(str, values)).replace("-", "m"), np.array(values, np.int64))
 
     def number(self, value: float) -> str:
@@ -100,7 +100,6 @@ class Graph:
         return out
 
     def wide(self, x: str) -> str:
-        """x as float32."""
         return self.node("Cast", x, to=FLOAT) if self.half else x
 
     def narrow(self, x: str) -> str:
@@ -129,8 +128,64 @@ class Graph:
         return self.node("Range", self.scalar(0), self.node("Squeeze", length), self.scalar(1))
 
     def scalar(self, value: int) -> str:
-        """A constant int64 scalar."""
         return self.weight(f"scalar_{value}", np.array(value, np.int64))
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        """A weight in the type of the products. Raises Refused when float16 cannot hold it."""
+        if not self.half:
+            return self.weight(name, value)
+        with np.errstate(over="ignore"):
+            small = value.astype(np.float16)
+        if not np.isfinite(small).all() and np.isfinite(value).all():
+            why = f"its largest value is {np.abs(value).max():.3g}, float16 ends at 65504"
+            raise Refused("a weight does not fit float16", where=name, why=why, fix="use --precision fp32")
+        return self.weight(name, small)
+
+    def product(
+        self,
+        x: str,
+        name: str,
+        weight_OI: np.ndarray,
+        bias_O: np.ndarray | None,
+        out: str = "",
+        bits: int = 4,
+    ) -> str:
+        """`x @ weight^T + bias` as the options say; x is in the type of the products. Plain weights are stored
+        (in, out), as MatMul multiplies them.
+        """
+        options = self.options
+        bias = [] if bias_O is None else [self.constant(f"{name}.bias", bias_O)]
+        last = "" if bias else out
+        if options.blocks:
+            bits = bits if options.precision == "int4" else 8
+            packed, scales = pack_blocks(weight_OI, bits)
+            weight = (self.weight(f"{name}.int{bits}", packed), self.constant(f"{name}.scales", scales))
+            sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
+            sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
+            x = self.node("MatMulNBits", x, *weight, out=last, **sizes)
+        elif options.precision != "int8":
+            x = self.node("MatMul", x, self.constant(f"{name}.weight.T", weight_OI.T), out=last)
+        else:
+            x = self._rounded(x, name) if options.static else x
+            weight_IO, scale_O = int8_by_output(weight_OI)
+            small, zeros = self.weight(f"{name}.int8.T", weight_IO), np.zeros(len(scale_O), np.int8)
+            if not options.static:
+                parts = self.weight(f"{name}.scale", scale_O), self.weight(f"{name}.zero", zeros)
+                return self.node("DynamicQuantizeMatMul", x, small, *parts, *bias, out=out, domain=CONTRIB)
+            parts = self.constant(f"{name}.scale", scale_O), self.weight(f"zeros_int8_{len(zeros)}", zeros)
+            x = self.node("MatMul", x, self.node("DequantizeLinear", small, *parts, axis=1), out=last)
+        return self.node("Add", x, *bias, out=out) if bias else x
+
+    def _rounded(self, x: str, name: str) -> str:
+        """x rounded to the 255 numbers that int8 has within the calibrated range."""
+        if name not in self.options.ranges:
+            why = "it was made from another model"
+            fix = "calibrate again: throughline export MODEL --to calibration --text FILE"
+            raise Refused("the calibration does not know this layer", where=name, why=why, fix=fix)
+        kind = np.float16 if self.half else np.float32
+        scale = np.array(max(self.options.ranges[name] / INT8_MAX, 1e-6), kind)
+        ends = (self.weight(f"{name}.input_scale", scale), self.weight("zero_int8", np.array(0, np.int8)))
+        return self.node("DequantizeLinear", self.node("QuantizeLinear", x, *ends), *ends)
 
     def save(self, path: Path, metadata: dict[str, str], external_bytes: int = EXTERNAL_BYTES) -> int:
         """Write the model, check it with ONNX's own checker, and return its opset's node count.
@@ -168,72 +223,6 @@ class Graph:
             tensor.external_data.add(key=key, value=str(entry))
         value.tofile(file)
         return tensor
-
-
-BLOCK = 32  # weights that share a scale in int4
-INT8_MAX = 127
-
-
-class Products:
-    """Writes `x @ weight^T + bias` into a graph as its options say; x is in the type of the products."""
-
-    def __init__(self, graph: Graph, options: GraphOptions) -> None:
-        self.graph, self.options = graph, options
-
-    def constant(self, name: str, value: np.ndarray) -> str:
-        """A weight in the type of the products. Raises Refused when float16 cannot hold it."""
-        if not self.graph.half:
-            return self.graph.weight(name, value)
-        with np.errstate(over="ignore"):
-            small = value.astype(np.float16)
-        if not np.isfinite(small).all() and np.isfinite(value).all():
-            why = f"its largest value is {np.abs(value).max():.3g}, float16 ends at 65504"
-            raise Refused("a weight does not fit float16", where=name, why=why, fix="use --precision fp32")
-        return self.graph.weight(name, small)
-
-    def linear(
-        self,
-        x: str,
-        name: str,
-        weight_OI: np.ndarray,
-        bias_O: np.ndarray | None,
-        out: str = "",
-        bits: int = 4,
-    ) -> str:
-        """The product over the last dim of x; plain weights are stored (in, out), as MatMul multiplies them."""
-        graph, options = self.graph, self.options
-        bias = [] if bias_O is None else [self.constant(f"{name}.bias", bias_O)]
-        last = "" if bias else out
-        if options.blocks:
-            bits = bits if options.precision == "int4" else 8
-            packed, scales = pack_blocks(weight_OI, bits)
-            weight = (graph.weight(f"{name}.int{bits}", packed), self.constant(f"{name}.scales", scales))
-            sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
-            sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
-            x = graph.node("MatMulNBits", x, *weight, out=last, **sizes)
-        elif options.precision != "int8":
-            x = graph.node("MatMul", x, self.constant(f"{name}.weight.T", weight_OI.T), out=last)
-        else:
-            x = self._rounded(x, name) if options.static else x
-            weight_IO, scale_O = int8_by_output(weight_OI)
-            small, zeros = graph.weight(f"{name}.int8.T", weight_IO), np.zeros(len(scale_O), np.int8)
-            if not options.static:
-                parts = graph.weight(f"{name}.scale", scale_O), graph.weight(f"{name}.zero", zeros)
-                return graph.node("DynamicQuantizeMatMul", x, small, *parts, *bias, out=out, domain=CONTRIB)
-            parts = self.constant(f"{name}.scale", scale_O), graph.weight(f"zeros_int8_{len(zeros)}", zeros)
-            x = graph.node("MatMul", x, graph.node("DequantizeLinear", small, *parts, axis=1), out=last)
-        return graph.node("Add", x, *bias, out=out) if bias else x
-
-    def _rounded(self, x: str, name: str) -> str:
-        """x rounded to the 255 numbers that int8 has within the calibrated range."""
-        if name not in self.options.ranges:
-            why = "it was made from another model"
-            fix = "calibrate again: throughline export MODEL --to calibration --text FILE"
-            raise Refused("the calibration does not know this layer", where=name, why=why, fix=fix)
-        graph, kind = self.graph, np.float16 if self.graph.half else np.float32
-        scale = np.array(max(self.options.ranges[name] / INT8_MAX, 1e-6), kind)
-        ends = (graph.weight(f"{name}.input_scale", scale), graph.weight("zero_int8", np.array(0, np.int8)))
-        return graph.node("DequantizeLinear", graph.node("QuantizeLinear", x, *ends), *ends)
 
 
 def int8_by_output(weight_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

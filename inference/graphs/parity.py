@@ -207,7 +207,6 @@ class Tally:
         return {"scale": self.scale, "max_abs": self.max_abs, "mean_abs": self.total / self.numbers}
 
     def row(self, case: str, output: str, bounds: Bounds) -> dict[str, Any]:
-        """One line of the report."""
         scale = float(np.maximum(1.0, self.scale))  # infinity is no bound
         row: dict[str, Any] = {"case": case, "output": output} | self.errors() | {"scale": scale}
         row["passed"] = bool(self.max_abs <= bounds.error * scale < np.inf)  # false for NaN
@@ -347,7 +346,6 @@ class OptimumCausal:
         }
 
     def new_cache(self, rows: int) -> list[dict[str, np.ndarray]]:
-        """What each row has read."""
         return [dict(self._empty) for _ in range(rows)]
 
     def step(self, spans: Sequence[Span], cache: list[dict[str, np.ndarray]]) -> np.ndarray:

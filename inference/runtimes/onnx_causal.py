@@ -75,7 +75,6 @@ class OnnxCausal:
         return memory[start : start + size].view(kind).reshape(shape)
 
     def address(self, array: Any) -> int:
-        """Where an array begins."""
         return int(array.ctypes.data)
 
     def written(self) -> None:
