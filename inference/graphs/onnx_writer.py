@@ -7,7 +7,7 @@
 - Weights above `EXTERNAL_BYTES` go to `<name>.data` beside the graph: protobuf ends at 2 GiB. They are
   streamed, so writing takes no second copy of the model in memory.
 
-Products:
+The forms of a product:
 
 - int8 with fixed scales: QuantizeLinear rounds the input with one scale from a calibration, the weight has one scale
   per output; symmetric, as TensorRT and OpenVINO want it.
