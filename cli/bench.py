@@ -17,7 +17,7 @@ from ..core import console, hardware
 from ..core.artifact import installed, version
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
-from .common import PATH, backend_options, flag, option, throughline_command
+from .common import FILE, PATH, backend_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -40,10 +40,7 @@ def command() -> None:
 @command.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 @option("--seconds", None, "Seconds of measurement for each line of the table.", 1.0)
-@flag(
-    "--every-backend",
-    "Measure every backend that runs the model here (default: the one that --backend names).",
-)
+@flag("--every-backend", "Measure every backend that runs the model here (default: that of --backend).")
 @option("--plot", PATH, "HTML file for medians and table (default: none).")
 @backend_options
 @throughline_command
@@ -86,7 +83,7 @@ def latency(
 @option("--requests count", click.IntRange(1), "Number of requests per run.", 200)
 @option(
     "--input file",
-    click.Path(exists=True, dir_okay=False, path_type=Path),
+    FILE,
     "File with one request body a line, sent in order and repeated (default: made from the seed).",
 )
 @option(
@@ -127,14 +124,14 @@ def serve(
     from ..inference.serving import load as loads
 
     numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
-    words = None if prompt_words is None else _range(prompt_words, "--prompt-words")
-    tokens = None if max_tokens is None else _range(max_tokens, "--max-tokens")
     read = loads.read_asks(file) if file else None
     target = loads.Target(url, endpoint, model, os.environ.get(api_key_variable))
     # Words are one to three tokens, and the answer takes its part.
     most = max(target.context // 4, 1) if target.context else MADE[1]
-    room = (min(MADE[0], most), min(MADE[1], most))
-    asks = read or loads.seeded(endpoint, count, seed, words or room, tokens or room)
+    usual = f"{min(MADE[0], most)}-{min(MADE[1], most)}"
+    words = _range(prompt_words or usual, "--prompt-words")
+    tokens = _range(max_tokens or usual, "--max-tokens")
+    asks = read or loads.seeded(endpoint, count, seed, words, tokens)
     asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
     for number in numbers:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LATER_S = 2.0
 PATH = click.Path(path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def option(names: str, kind: Any, text: str, default: Any = ..., **more: Any) -> Callable[[Any], Any]:

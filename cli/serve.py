@@ -10,7 +10,7 @@ import click
 from click import FloatRange, IntRange
 
 from ..core.errors import WrongUse
-from .common import PATH, backend_options, cache_options, flag, option, throughline_command
+from .common import FILE, PATH, backend_options, cache_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -51,7 +51,7 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
 @flag("--follow", "Serve a run's newest checkpoint whenever there is a newer one; no request is lost.")
 @option(
     "--models-dir",
-    PATH,
+    click.Path(exists=True, file_okay=False, path_type=Path),
     "Directory whose models POST /models/load and /models/unload may open and end by name, as those of PATH; "
     "needs API keys on other addresses than loopback (default: models stay as given).",
 )
@@ -86,8 +86,8 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     multiple=True,
     metavar="ORIGIN",
 )
-@option("--tls-cert", PATH, "Certificate chain in PEM; serves https (default: plain http).")
-@option("--tls-key", PATH, "Private key of the certificate in PEM; needed with --tls-cert.")
+@option("--tls-cert", FILE, "Certificate chain in PEM; serves https (default: plain http).")
+@option("--tls-key", FILE, "Private key of the certificate in PEM; needed with --tls-cert.")
 @option(
     "--access-log/--no-access-log",
     None,
@@ -145,8 +145,6 @@ def command(
 
     if not (paths or models_dir):
         raise WrongUse("there is no model to serve", fix="give the path of one, or --models-dir")
-    if models_dir and not models_dir.is_dir():
-        raise WrongUse("there is no such directory", where=f"--models-dir {models_dir}")
     if (tls_cert is None) != (tls_key is None):
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
     bounds = ServerLimits(**limits)

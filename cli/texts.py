@@ -94,14 +94,9 @@ def generate(
     click.Path(),
     "File to write: .jsonl, .npy (the vectors alone) or .parquet (default: JSON lines on standard output).",
 )
-@flag(
-    "--truncate",
-    "Embed the beginning of texts that are longer than the model's context (default: refuse them).",
-)
+@flag("--truncate", "Embed the beginning of texts longer than the model's context (default: refuse them).")
 @flag("--chunk", "Cut longer texts of a file of records into overlapping rows.")
-@option(
-    "--prompt", None, "Text before every text, or the name of one of the model's (default: the model's own)."
-)
+@option("--prompt", None, "Text before every text, or the name of one of the model's (default: its own).")
 @option("--field", None, "Field or column of a file of records that holds the text.", "text")
 @backend_options
 @throughline_command
@@ -120,7 +115,7 @@ def embed(
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
     """
     from ..data.ingest.inputs import check_no_markup
-    from ..inference.serving.offline import embed_texts
+    from ..inference.serving.offline import embed_file, embed_texts
 
     if file != "-" and not Path(file).is_file():
         fix = "give a text file with one text per line, or - for standard input"
@@ -133,8 +128,6 @@ def embed(
     if (suffix := Path(file).suffix) in RECORDS:
         if out is None:
             raise WrongUse(f"a {suffix} file is answered in a file", where=file, fix="give --out FILE")
-        from ..inference.serving.offline import embed_file
-
         lines = Path(out if form == ".jsonl" else f"{out}.jsonl")
         facts = embed_file(path, Path(file), lines, options, **how, chunk=chunk, field=field)
         check_answered(facts, lines)
@@ -174,13 +167,10 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     if out.suffix == ".npy":
         np.save(data, np.array([row["embedding"] for row in rows], np.float32))
     elif out.suffix == ".parquet":
-        import pyarrow as pa
         import pyarrow.parquet
 
-        table = pa.Table.from_pylist(rows)
-        vectors = table["embedding"].cast(pa.list_(pa.float32()))
-        place = table.schema.get_field_index("embedding")
-        pa.parquet.write_table(table.set_column(place, "embedding", vectors), data)
+        rows = [row | {"embedding": np.array(row["embedding"], np.float32)} for row in rows]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
     else:
         data.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     with full_disk(out):

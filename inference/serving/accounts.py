@@ -162,7 +162,6 @@ class Telemetry:
         self.of = lru_cache(None)(lambda metric, *labels: metric.labels(*labels))
 
     def page(self, models: list[Any]) -> bytes:
-        """The text of /metrics."""
         for metric, value in self.states.items():
             metric.clear()  # of models that are served no more
             for model in models:
@@ -170,7 +169,6 @@ class Telemetry:
         return generate_latest(self.registry)
 
     def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:
-        """Count a request and write its line of the access log."""
         now_s = time.monotonic()
         self.of(self.requests, endpoint, str(status)).inc()
         self.of(self.duration, endpoint).observe(now_s - watch.came_s)
@@ -209,12 +207,10 @@ class Watch:
     last_s: dict[int, float] = field(default_factory=dict)  # the last token of each answer
 
     def of(self, metric: Any) -> Any:
-        """A metric of the model that answers."""
         assert self.model is not None
         return self.telemetry.of(metric, self.model)
 
     def token(self, answer: int, at_s: float, began_s: float, batch: int, counted: bool) -> None:
-        """A step of an answer was made at `at_s`."""
         last_s = self.last_s.get(answer)
         if last_s is None:
             self.began(began_s, batch)
@@ -227,12 +223,10 @@ class Watch:
         self.of(self.telemetry.made_tokens).inc(counted)
 
     def finished(self) -> None:
-        """All answers of a generation were made."""
         if self.began_s is not None and self.last_s:
             self.of(self.telemetry.compute).observe(max(self.last_s.values()) - self.began_s)
 
     def began(self, began_s: float, batch: int) -> None:
-        """The work on an answer began, with others."""
         self.of(self.telemetry.batch).observe(batch)
         self.of(self.telemetry.queue).observe(max(began_s - self.came_s, 0.0))
         self.began_s = began_s if self.began_s is None else min(self.began_s, began_s)
@@ -255,7 +249,6 @@ class Traces:
         self._context = part("trace.propagation.tracecontext").TraceContextTextMapPropagator().extract
 
     def note(self, watch: Watch, endpoint: str, status: int, said: dict[str, Any]) -> None:
-        """The span of a request that has been answered."""
         past_s = time.time() - time.monotonic()
         attributes = {
             "http.request.method": said["method"],
@@ -269,9 +262,8 @@ class Traces:
         }
         known = {name: value for name, value in attributes.items() if value is not None}
         name, context = f"{said['method']} {endpoint}", self._context({PARENT: watch.parent})
-        span = self._tracer.start_span(
-            name, context, self._kind, known, start_time=int(1e9 * (past_s + watch.came_s))
-        )
+        came_ns = int(1e9 * (past_s + watch.came_s))
+        span = self._tracer.start_span(name, context, self._kind, known, start_time=came_ns)
         for event, seconds in (("began", watch.began_s), ("first token", watch.first_s)):
             if seconds is not None:
                 span.add_event(event, timestamp=int(1e9 * (past_s + seconds)))

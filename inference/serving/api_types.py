@@ -96,27 +96,19 @@ class Generation(Body, kw_only=True):
     """What completions and chat completions share."""
 
     missing = {
-        "store": (False,),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "max_tool_calls"), ()),
+        **dict.fromkeys(("previous_response_id", "conversation"), ()),
+        **dict.fromkeys(("tools", "functions", "include"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **dict.fromkeys(("store", "background"), (False,)),
         "service_tier": ("auto", "default"),
         "best_of": (1,),
         "suffix": ("",),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
-        "web_search_options": (),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "conversation": (),
-        "background": (False,),
         "truncation": ("disabled",),
-        "include": ([],),
         "reasoning": ({},),
         "top_logprobs": (0,),
     }
@@ -145,11 +137,9 @@ class Generation(Body, kw_only=True):
     truncate_prompt_tokens: Last | None = None
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def sampling(self) -> Sampling:
-        """How its answers choose tokens."""
         fields = {name: getattr(self, name) for name in Sampling.__struct_fields__}
         return Sampling(**fields | {"logit_bias": tuple((int(i), b) for i, b in self.logit_bias.items())})
 
@@ -205,7 +195,6 @@ class Message(Strict):
     annotations: tuple[()] | None = None
 
     def text(self) -> str:
-        """The content as one text."""
         parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
@@ -251,10 +240,10 @@ class ResponsesBody(Generation, kw_only=True):
             self.response_format = ResponseFormat(type=shape.type, json_schema=schema)
 
 
-class EmbeddingBody(Body, kw_only=True):
-    """POST /v1/embeddings."""
+class EmbedBody(Body, kw_only=True):
+    """POST /embed, as Text Embeddings Inference has it."""
 
-    input: Texts
+    input: Texts = field(name="inputs")
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Pooling | None = None
     dimensions: First | None = None
@@ -263,10 +252,10 @@ class EmbeddingBody(Body, kw_only=True):
     normalize: Annotated[bool, Meta(description="Scale each vector to length 1.")] = True
 
 
-class EmbedBody(EmbeddingBody, kw_only=True):
-    """POST /embed, as Text Embeddings Inference has it."""
+class EmbeddingBody(EmbedBody, kw_only=True):
+    """POST /v1/embeddings."""
 
-    input: Texts = field(name="inputs")
+    input: Texts = field(name="input")
 
 
 class FillMaskBody(Body, kw_only=True):

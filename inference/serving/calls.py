@@ -22,15 +22,12 @@ from starlette.routing import Route
 from ...core.console import say
 from ...core.errors import Failed, ThroughlineError, WrongUse, did_you_mean
 from ...core.hardware import usable_cores
-from .accounts import ServerLimits, Telemetry, Watch
+from .accounts import ServerLimits, Telemetry, Watch, later
 from .api_types import Body, Ids, Text, Texts
 from .catalogue import Catalogue
-from .served import ServedModel
+from .served import CHATTING, TOKENISING, ServedModel
 
 INLINE = 4000  # characters or numbers, that the event loop reads or writes in a millisecond
-# Endpoints that whatever answers another one answers.
-SAME = {"/v1/score": "/v1/embeddings", "/embed": "/v1/embeddings", "/rerank": "/v1/rerank"}
-SAME |= {"/v1/responses": "/v1/chat/completions"}
 SHAPES = {b'"': Text, b'["': Annotated[list[Text], msgspec.Meta(min_length=1)], b"[[": list[Ids]}
 FIELD_BYTES = {"tokens": 1 << 19, "instructions": 1 << 62}
 # of any other field that a body need not have; those that it must have are as long as it may be
@@ -88,8 +85,7 @@ class Server:
             names = ", ".join(model.name for model in self.models) or "no model yet"
             say(f"serving {names} at {self.place}")
         except Exception as error:  # whatever it is, nothing is served: the command ends with it
-            why = f"{type(error).__name__}: {error}"
-            failed = Failed("a model cannot be served", why=why)
+            failed = Failed("a model cannot be served", why=f"{type(error).__name__}: {error}")
             self.failure = error if isinstance(error, ThroughlineError) else failed
 
     async def take(self, request: Request) -> bytearray:
@@ -107,8 +103,7 @@ class Server:
                         raise large
                     counted = max(0, len(come) - FREE_BYTES) - watch.held
                     if self.held + counted > limits.bodies_bytes:
-                        text = "the bodies of other requests fill the memory for them; try again in 1 s"
-                        raise HTTPException(503, text, {"Retry-After": "1"})
+                        raise later(503, "the bodies of other requests fill the memory for them", 1)
                     self.held += counted
                     watch.held += counted
         except TimeoutError:
@@ -118,8 +113,7 @@ class Server:
 
     def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
         """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or WrongUse."""
-        tokens_only, wanted = endpoint in ("/tokenize", "/detokenize"), SAME.get(endpoint, endpoint)
-        fitting = [model for model in self.models if tokens_only or wanted in model.endpoints]
+        fitting = [model for model in self.models if endpoint in model.endpoints]
         named = fitting if name is None else [self.catalogue.find(name)]
         if len(named) != 1:
             if waiting := next((model for model in self.models if not model.ready), None):
@@ -130,11 +124,11 @@ class Server:
         found = named[0]
         watch.model = found.name
         # A full queue is known before anything is tokenised.
-        found.free(0 if tokens_only else 1)
+        found.free(endpoint not in TOKENISING)
         if found not in fitting:
             what = f"{found.name} is a {'GPT' if found.causal else 'BERT'} and does not answer {endpoint}"
-            why = "it has no chat template" if wanted == "/v1/chat/completions" and found.causal else ""
-            raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
+            why = "it has no chat template" if endpoint in CHATTING and found.causal else ""
+            raise WrongUse(what, where="model", why=why, fix=f"it answers {', '.join(found.endpoints)}")
         return found
 
 
@@ -175,7 +169,7 @@ class Call:
             gone.cancel()
 
 
-Endpoint = Callable[[Call, Any], Coroutine[Any, Any, Response | dict[str, Any]]]
+Endpoint = Callable[[Call, Any], Coroutine[Any, Any, Any]]
 
 
 def post(server: Server, path: str, endpoint: Endpoint) -> Route:

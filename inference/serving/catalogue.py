@@ -64,7 +64,6 @@ class Source:
         return None
 
     def model(self, limits: ServerLimits, options: BackendOptions) -> ServedModel:
-        """The model, with a process for each device."""
         all_options = [replace(options, device=device) for device in self.devices] or [options]
         remotes = [Remote(self.name, str(self.path), one, limits) for one in all_options]
         return ServedModel(self.name, remotes, limits)
@@ -110,7 +109,6 @@ class Catalogue:
         return found
 
     def describe(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models: those that are served, and those that could be."""
         served = {model.name: model.describe() for model in self.models}
         absent = {"object": "model", "owned_by": "throughline", "created": 0, "endpoints": [], "ready": False}
         absent |= {"status": {"value": "unloaded"}}
@@ -121,7 +119,6 @@ class Catalogue:
         await asyncio.gather(*(self._open(self._given[model.name], model) for model in self.models))
 
     async def close(self) -> None:
-        """End the processes of all models."""
         for task in self._tasks:
             task.cancel()
         models = [model.close() for model in self.models]

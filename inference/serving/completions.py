@@ -151,7 +151,6 @@ class Answers:
         return Piece(number, delta.text, tokens, delta.finish)
 
     async def take(self, deltas: Deltas) -> None:
-        """Take all deltas in."""
         async with aclosing(deltas):
             async for number, delta in deltas:
                 if delta is not None:
@@ -167,11 +166,9 @@ class Answers:
         return [self._body_of(self._choice(choice)) for choice in self._choices if choice.text]
 
     def step(self, piece: Piece) -> dict[str, Any] | None:
-        """What it says of a piece."""
         return self._body_of(self._chunk(piece))
 
     def ending(self) -> list[dict[str, Any]]:
-        """What it says behind the last one: the usage, if asked."""
         options = self.body.stream_options
         wanted = options is not None and options.include_usage
         return [self._body_of() | {"usage": self.usage()}] if wanted else []
@@ -209,7 +206,6 @@ class Answers:
         return values
 
     def usage(self) -> dict[str, Any]:
-        """What the request took, in tokens."""
         watch = self._watch
         read, made = watch.prompt_tokens or 0, watch.made or 0
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
@@ -256,7 +252,6 @@ class ResponseAnswers(Answers):
         return self._response(self._status, [self._message(self._status, [self._part])])
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first events of OpenAI's stream, in their order and numbered."""
         begun = self._response("in_progress", [])
         return [
             *(self._event(kind, response=begun) for kind in ("created", "in_progress")),

@@ -24,6 +24,7 @@ from ...data.tokenizer import Tokenizer
 # Padded tokens in one batch. A CPU gains nothing from more, and padding to the longest costs it as much as tokens.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 TOKEN_CHARACTERS = 128  # of a token at most: the longest of common vocabularies
+Outputs = dict[str, np.ndarray]
 _lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before it is used
 
 
@@ -141,9 +142,7 @@ def check_known(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str) ->
         raise WrongUse("a token id is outside the vocabulary", where=where, why=why)
 
 
-def encode_batch(
-    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
-) -> list[dict[str, np.ndarray]]:
+def encode_batch(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> list[Outputs]:
     """Run texts of any lengths together; per text `sentence_embedding` and `cls_embedding` (H,), `mlm_logits`
     (N, V) of its own positions, and of a model that classifies `class_logits` (C,).
 
@@ -167,9 +166,7 @@ def in_lanes(lengths: Sequence[int], lanes: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(sorted({0, len(lengths), *cuts}))]
 
 
-def _encode_part(
-    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
-) -> list[dict[str, np.ndarray]]:
+def _encode_part(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> list[Outputs]:
     lengths = np.array([len(text.ids) for text in texts])
     ids_BS = np.full((len(texts), lengths.max()), pad_id, np.int64)
     ask_BN = np.zeros((len(texts), max(len(text.ask) for text in texts)), np.int64)

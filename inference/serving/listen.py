@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -36,7 +35,6 @@ HEAD_BYTES = 1 << 16  # of the head of a request
 BODY_S = 45.0  # for its body, whoever reads it: longer than `body_s`, whose end is an answer
 UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
-TLS_FILES = "give a chain of certificates and the private key of its first one, both in PEM"
 KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle connections and not we
 
 
@@ -51,11 +49,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        other_port = "give another port with --port (0 = any free one)"
-        fix = {errno.EADDRINUSE: f"stop what is using it, or {other_port}", errno.EACCES: other_port}
-        why, usual = (error.strerror or str(error)).lower(), "give an address of this machine with --host"
-        what, fitting = f"cannot listen on port {port}", fix.get(error.errno or 0, usual)
-        raise WrongUse(what, where=f"{host}:{port}", why=why, fix=fitting) from error
+        other = "give another port with --port (0 = any free one)"
+        fixes = {errno.EADDRINUSE: f"stop what is using it, or {other}", errno.EACCES: other}
+        fix = fixes.get(error.errno or 0, "give an address of this machine with --host")
+        what, why = f"cannot listen on port {port}", (error.strerror or str(error)).lower()
+        raise WrongUse(what, where=f"{host}:{port}", why=why, fix=fix) from error
     return listener
 
 
@@ -153,7 +151,6 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     @property
     def _answered(self) -> bool:
-        """Whether no answer is on its way."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait_for_head(self) -> None:
@@ -208,11 +205,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(
-    app: Starlette,
-    server: Server,
-    listener: socket.socket,
-    drain_s: float,
-    tls: tuple[Path, Path] | None = None,
+    app: Starlette, server: Server, listener: socket.socket, drain_s: float, tls: tuple[Path, Path] | None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key. Raises what opening raised."""
     config = uvicorn.Config(
@@ -228,26 +221,21 @@ def run(
         ssl_certfile=tls and tls[0],
         ssl_keyfile=tls and tls[1],
     )
-    for file in tls or ():
-        if not file.is_file():
-            raise WrongUse("TLS cannot begin", where=file, why="there is no such file", fix=TLS_FILES)
     try:
         config.load()
     except OSError as error:  # of a file, or what it holds
         why = str(getattr(error, "reason", None) or error.strerror or error).replace("_", " ").lower()
-        raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=TLS_FILES) from error
+        fix = "give a chain of certificates and the private key of its first one, both in PEM"
+        raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=fix) from error
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
     server.place = place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
     names = ", ".join(model.name for model in server.models) or "no model"
     say(f"loading {names}; {place}health answers, {place}ready says when the models do")
-    serving = DrainingServer(config, server, drain_s, listener)
-    began_s = time.monotonic()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serving.serve(sockets=[listener]))
+            runner.run(DrainingServer(config, server, drain_s, listener).serve(sockets=[listener]))
     except SystemExit as error:  # of uvicorn, with a code that means something else here
         raise Failed("the server did not start", why="what uvicorn printed is above") from error
     if server.failure is not None:
         raise server.failure
-    say(f"served for {time.monotonic() - began_s:.0f} s")

@@ -50,7 +50,6 @@ class Seen:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer came, to its end."""
         return self.status == 200 and not self.error
 
 
@@ -91,14 +90,13 @@ class Target:
         self.connect = partial(kinds[parts.scheme], parts.hostname, parts.port, timeout=600)
         self._base, self._endpoint = parts.path.rstrip("/").removesuffix("/v1"), f"/v1/{kind}"
         self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         listed = self._listed(model)
         self.model = str(listed["id"])
         self.context: int | None = listed.get("max_model_len")
 
     def _listed(self, name: str | None) -> dict[str, Any]:
-        """What the server lists of this model, or of the first that fits; of a name that it does not list, the name."""
+        """What the server lists of this model, or of the first that fits; it need not list one that is named."""
         try:
             with closing(self.connect()) as connection:
                 connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
@@ -108,50 +106,42 @@ class Target:
                 raise ValueError(f"{answer.status}: {_message(body)}")
             models = json.loads(body)["data"]
             if name is not None:
-                return next((model for model in models if model["id"] == name), {"id": name})
+                return dict({model["id"]: model for model in models}[name])
             able = [model for model in models if self._endpoint in model.get("endpoints", [self._endpoint])]
             return dict((able or models)[0])
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-            if name is not None:  # a server need not list; what is wrong is told by the first answer
+            if name is not None:  # what is wrong is told by the first answer
                 return {"id": name}
             fix = "check the address; give the model's name with --model and a key with --api-key-variable"
             what = "the server does not list its models"
             raise WrongUse(what, where=self._place, why=str(error), fix=fix) from error
 
     def ask(self, connection: http.client.HTTPConnection, asked: Ask) -> Seen:
-        """Send one request and read its answer to the end."""
         body = asked | {"model": self.model}
         if self._endpoint == "/v1/completions":
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         began_s = time.perf_counter()
         connection.request("POST", self._base + self._endpoint, json.dumps(body).encode(), self._headers)
         answer = connection.getresponse()
-        seen = Seen(answer.status, 0.0)
         if answer.status != 200:
-            seen.error = _message(answer.read())
-        elif answer.headers.get_content_type() == "text/event-stream":
-            self._read_stream(answer, seen, began_s)
-        else:  # a server that cannot stream: its first token comes with the last
-            usage = json.loads(answer.read())["usage"]
-            seen.read, seen.generated = usage["prompt_tokens"], usage.get("completion_tokens", 0)
-        seen.total_s = time.perf_counter() - began_s
-        return seen
-
-    def _read_stream(self, answer: http.client.HTTPResponse, seen: Seen, began_s: float) -> None:
-        times_s: list[float] = []
-        while line := answer.readline():
-            if not line.startswith(b"data: {"):
-                continue
+            return Seen(answer.status, 0.0, error=_message(answer.read()))
+        seen, times_s = Seen(answer.status, 0.0), list[float]()
+        streamed = answer.headers.get_content_type() == "text/event-stream"
+        for line in iter(answer.readline, b"") if streamed else [answer.read()]:
             now_s = time.perf_counter()
-            event = json.loads(line[6:])
+            if streamed and not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 seen.error = str(event["error"])[:300]
             if usage := event.get("usage"):
-                seen.generated, seen.read = usage["completion_tokens"], usage["prompt_tokens"]
-            if event.get("choices"):
+                seen.generated, seen.read = usage.get("completion_tokens", 0), usage["prompt_tokens"]
+            if streamed and event.get("choices"):
                 times_s.append(now_s)
-        if times_s:
+        seen.total_s = time.perf_counter() - began_s
+        if times_s:  # where a server cannot stream, its first token comes with the last
             seen.first_s, seen.gaps_s = times_s[0] - began_s, waits(times_s)
+        return seen
 
 
 def waits(times_s: Sequence[float]) -> list[float]:

@@ -35,6 +35,7 @@ from .slots import PREFIX_BYTES, answer
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
 Record = tuple[int, dict[str, Any]]
+Answers = Callable[[Iterator[Record]], Iterator[Record]]
 Cut = Callable[[str], list[str]] | None  # a text into pieces
 
 
@@ -95,10 +96,10 @@ def embed_texts(
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     """
     loaded, reader = open_reader(path, options, prompt)
-    named = {
-        f"text {number}: {text[:60]}": loaded.sentence.text(text) for number, text in enumerate(texts, 1)
-    }
-    rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
+    named = [
+        (f"text {place}: {text[:60]}", loaded.sentence.text(text)) for place, text in enumerate(texts, 1)
+    ]
+    rows = [reader.frame({name: text}, truncate) for name, text in named]
     return embed(loaded.backend, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
 
 
@@ -141,12 +142,7 @@ def embed_file(
 
 
 def _run(
-    source: Path,
-    out: Path,
-    settings: list[Any],
-    field: str,
-    answer: Callable[[Iterator[Record]], Iterator[Record]],
-    cut: Cut = None,
+    source: Path, out: Path, settings: list[Any], field: str, answer: Answers, cut: Cut = None
 ) -> dict[str, Any]:
     if out.exists():
         raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
@@ -206,7 +202,6 @@ def _lines(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _text_of(record: dict[str, Any], field: str) -> str:
-    """The text of a line. Raises WrongUse for a line without one."""
     if not isinstance(text := record.get(field), str):
         raise WrongUse(str(record.get("error") or f'this line has no text "{field}"'))
     return text

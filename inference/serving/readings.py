@@ -7,29 +7,22 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from starlette.responses import Response
 
 from ...core.backend import log_softmax
 from ...core.errors import WrongUse
 from . import api_types as api
-from .calls import Call, json_response
-from .encoding import Encoding, check_known, unit
-
-Read = list[dict[str, np.ndarray]]
+from .calls import Call
+from .encoding import Encoding, Outputs, check_known, unit
 
 
 async def embeddings(call: Call, body: api.EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
-    vectors = enumerate(await _embedded(call, body))
+    vectors = enumerate(await embed(call, body))
     return _list(call, [{"object": "embedding", "index": i, "embedding": vector} for i, vector in vectors])
 
 
-async def embed(call: Call, body: api.EmbedBody) -> Response:
+async def embed(call: Call, body: api.EmbedBody) -> list[msgspec.Raw]:
     """Embed texts with a BERT, as Text Embeddings Inference answers."""
-    return json_response(await _embedded(call, body))
-
-
-async def _embedded(call: Call, body: api.EmbeddingBody) -> list[msgspec.Raw]:
     want = call.model.sentence.output(body.pooling)
     answers = await _read_all(call, body.input, want, body.truncate, body.prompt_name)
     vectors = [answer[want][: body.dimensions] for answer in answers]
@@ -86,12 +79,12 @@ async def rerank(call: Call, body: api.RerankBody) -> dict[str, Any]:
     return {"model": call.model.name, "results": results, "usage": _usage(call)}
 
 
-async def rank(call: Call, body: api.RankBody) -> Response:
+async def rank(call: Call, body: api.RankBody) -> list[dict[str, Any]]:
     """Texts by their score beside a query, as Text Embeddings Inference answers."""
-    found = (await rerank(call, body))["results"]
-    return json_response(
-        [{"index": one["index"], "score": one["relevance_score"]} | one.get("document", {}) for one in found]
-    )
+    ranked = (await rerank(call, body))["results"]
+    for one in ranked:
+        one.update({"score": one.pop("relevance_score")} | one.pop("document", {}))
+    return ranked
 
 
 async def score(call: Call, body: api.ScoreBody) -> dict[str, Any]:
@@ -148,15 +141,13 @@ async def detokenize(call: Call, body: api.DetokenizeBody) -> dict[str, Any]:
     return {"prompt": await call.beside(len(body.tokens), lambda: call.model.tokenizer.decode(body.tokens))}
 
 
-async def _read_all(
-    call: Call, texts: list[Any], want: str, truncate: bool = False, prompt: str | None = None
-) -> Read:
-    """This output of the model for each text of a body."""
-    make = partial(call.model.frames, texts, want, truncate, prompt)
+async def _read_all(call: Call, texts: list[Any], want: str, *how: Any) -> list[Outputs]:
+    """This output of the model for each text of a body, which `frames` lays out so."""
+    make = partial(call.model.frames, texts, want, *how)
     return await _read(call, await call.beside(sum(map(len, texts)), make))
 
 
-async def _read(call: Call, texts: list[Encoding]) -> Read:
+async def _read(call: Call, texts: list[Encoding]) -> list[Outputs]:
     return await call.unless_gone(call.model.read(texts, call.watch))
 
 

@@ -32,6 +32,7 @@ from .remote import Answer, Remote
 Prompt = str | list[int]
 ANSWER_VALUES = 1 << 18  # log-probabilities of one answer, each some 100 bytes until it is sent
 HEARTBEAT_S = 15.0  # below the patience of common proxies
+CHATTING, TOKENISING = ["/v1/chat/completions", "/v1/responses"], ["/tokenize", "/detokenize"]
 TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
 BREAK = "\ufdd0"  # a noncharacter, put into added tokens that a message spells: they are encoded in two parts
 
@@ -70,17 +71,14 @@ class ServedModel:
             remote.watch()
 
     async def finished(self) -> None:
-        """Wait until nobody waits for an answer of this model."""
         while self.users or any(remote.waiting for remote in self.remotes):
             await asyncio.sleep(0.05)
 
     async def close(self) -> None:
-        """End the processes."""
         await asyncio.gather(*(remote.close() for remote in self.remotes))
 
     @property
     def ready(self) -> bool:
-        """Whether a process takes work."""
         return any(remote.ready for remote in self.remotes)
 
     def count(self, what: str) -> int:
@@ -101,20 +99,18 @@ class ServedModel:
 
     @property
     def endpoints(self) -> list[str]:
-        """What this model answers."""
         if not self.facts:
             return []
         if self.causal:
-            return ["/v1/completions", *(["/v1/chat/completions"] if self.chat else [])]
-        found = ["/v1/embeddings"]
+            return ["/v1/completions", *(CHATTING if self.chat else []), *TOKENISING]
+        found = ["/v1/embeddings", "/embed", "/v1/score", *TOKENISING]
         if self.tokenizer.mask_id is not None and "mlm_logits" in self.facts["outputs"]:
             found.append("/v1/fill-mask")
         if self.facts.get("classes"):
-            found += ["/v1/classify", "/v1/rerank"]
+            found += ["/v1/classify", "/v1/rerank", "/rerank"]
         return found
 
     def describe(self) -> dict[str, Any]:
-        """The entry of /v1/models."""
         mask = self.tokenizer.mask_id if self.facts else None
         described = {"id": self.name, "object": "model", "owned_by": "throughline", "created": 0}
         shown = ("family", "backend", "device", "dtype", "context", "vocab_size", "hash", "classes")
@@ -149,7 +145,6 @@ class ServedModel:
         return job
 
     def completion(self, body: CompletionBody) -> list[Job]:
-        """A job for each prompt of a completion body."""
         self.limits.check_texts(len(body.prompt) * body.n, "prompt")
         cut = body.truncate_prompt_tokens is not None
         ids = [self._prompt_ids(one, cut) for one in body.prompt]

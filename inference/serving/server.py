@@ -67,11 +67,8 @@ def build_app(
     routes += _management(server) if server.catalogue.directory else []
     routes.append(Route("/openapi.json", json_response(openapi(routes)), methods=["GET"]))
     on_error: dict[Any, Any] = dict.fromkeys((HTTPException, ThroughlineError), _failed)
-    layers = [Middleware(Guard, server, keys, hosts)]
-    if origins:
-        allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"]}
-        allowed["allow_headers"] = ["*"]
-        layers.insert(0, Middleware(CORSMiddleware, **allowed))
+    layers = [Middleware(CORSMiddleware, origins, ["GET", "POST"], ["*"])] if origins else []
+    layers.append(Middleware(Guard, server, keys, hosts))
     return Starlette(routes=routes, middleware=layers, exception_handlers=on_error, lifespan=lifespan)
 
 
@@ -141,9 +138,9 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     shapes = dict(zip(known, refs))
     paths: dict[str, Any] = {}
     for route, kind in zip(shown, kinds):
-        about: dict[str, Any] = {"summary": route.name.replace("_", " ").capitalize()}
-        about["operationId"] = route.name
-        about |= {"description": getdoc(route.endpoint), "responses": {"200": {"description": "The answer."}}}
+        about: dict[str, Any] = {"operationId": route.name, "description": getdoc(route.endpoint)}
+        about["summary"] = route.name.replace("_", " ").capitalize()
+        about["responses"] = {"200": {"description": "The answer."}}
         if route.param_convertors:
             given = {"in": "path", "required": True, "schema": {"type": "string"}}
             about["parameters"] = [{"name": name, **given} for name in route.param_convertors]
@@ -177,7 +174,6 @@ class Guard:
         status: int | None = None
 
         async def answer(message: Message) -> None:
-            """Adds the headers of every answer."""
             nonlocal status
             unread = has_body and not watch.body_read
             if message["type"] == "http.response.start":
@@ -190,7 +186,10 @@ class Guard:
             elif unread and not message.get("more_body"):
                 # A connection that is closed with something unread in it is reset, and the answer lost.
                 await send({**message, "more_body": True})
-                await _pass_over(receive)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        while (await receive()).get("more_body"):
+                            pass
                 message = {"type": "http.response.body"}
             await send(message)
 
@@ -226,13 +225,6 @@ class Guard:
             raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
         watch.key = key
         key.begin()
-
-
-async def _pass_over(receive: Receive) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (await receive()).get("more_body"):
-                pass
 
 
 async def _failed(request: Request, error: Any) -> Response:

@@ -303,7 +303,8 @@ def test_classify_and_rerank_with_a_fine_tuned_head(
         first = [tokenizer.cls_id, *tokenizer.encode(query).tolist(), tokenizer.sep_id]
         for name in ("judge", "onnx"):
             listed = (await found.client.get(f"/v1/models/{name}")).json()
-            assert listed["endpoints"] == ["/v1/embeddings", "/v1/classify", "/v1/rerank"]
+            reads = {"/v1/embeddings", "/embed", "/v1/score", "/tokenize", "/detokenize"}
+            assert {*listed["endpoints"]} == reads | {"/v1/classify", "/v1/rerank", "/rerank"}
             answer = (await found.client.post("/v1/classify", json={"input": texts, "model": name})).json()
             for one, ids in zip(answer["data"], framed, strict=True):
                 np.testing.assert_allclose(one["probs"], shares(ids, [0] * len(ids)), atol=1e-3)
@@ -317,6 +318,16 @@ def test_classify_and_rerank_with_a_fine_tuned_head(
                 expected = shares(first + rest, [0] * len(first) + [1] * len(rest))[1]
                 assert one["relevance_score"] == pytest.approx(expected, abs=1e-3)
                 assert one["document"]["text"] == texts[one["index"]]
+            # as Text Embeddings Inference is asked and answers
+            request = {"query": query, "texts": texts, "model": name, "return_text": True}
+            theirs_too = (await found.client.post("/rerank", json=request)).json()
+            for one, same in zip(theirs_too, ranked, strict=True):
+                score, text = pytest.approx(same["relevance_score"], abs=1e-6), same["document"]["text"]
+                assert one == {"index": same["index"], "score": score, "text": text}
+            bare = (await found.client.post("/embed", json={"inputs": texts, "model": name})).json()
+            listed = await found.client.post("/v1/embeddings", json={"input": texts, "model": name})
+            whole = [one["embedding"] for one in listed.json()["data"]]
+            np.testing.assert_allclose(bare, whole, atol=1e-6)
         wrong = await found.client.post("/v1/fill-mask", json={"input": "a [MASK]", "model": "judge"})
         assert (
             wrong.status_code == 400 and "does not answer /v1/fill-mask" in wrong.json()["error"]["message"]

@@ -87,12 +87,7 @@ def test_serve_says_what_is_wrong_before_it_loads(tmp_path: Path) -> None:
         ((f"a={tmp_path / 'zzz'}",), "no such model", "check the spelling"),
         ((f"a={model}", f"a={model}"), "two models are called 'a'", "NAME=PATH"),
         ((model, "--tls-cert", cert), "TLS needs a certificate and its key", "give both"),
-        (
-            (model, "--tls-cert", cert, "--tls-key", absent),
-            f"where: {absent}",
-            "there is no such file",
-            "PEM",
-        ),
+        ((model, "--tls-cert", cert, "--tls-key", absent), "--tls-key", f"{absent}' does not exist"),
         ((model, "--tls-cert", cert, "--tls-key", cert), f"where: {cert}", "TLS cannot begin", "PEM"),
         ((model, "--api-key-file", absent), "keys cannot be read", "No such file", "one key a line"),
     ):

@@ -151,7 +151,8 @@ def test_status_endpoints(ask) -> None:
         assert (await found.client.get("/health")).json() == {"status": "ok"}
         assert (await found.client.get("/ready")).json()["ready"]
         listed = {model["id"]: model for model in (await found.client.get("/v1/models")).json()["data"]}
-        assert listed["gpt"]["endpoints"] == ["/v1/completions"] and listed["gpt"]["backend"] == "onnxruntime"
+        assert listed["gpt"]["endpoints"] == ["/v1/completions", "/tokenize", "/detokenize"]
+        assert listed["gpt"]["backend"] == "onnxruntime"
         assert listed["torch"]["backend"] == "torch" and listed["bert"]["mask_token"] == "[MASK]"
         assert (await found.client.get("/v1/models/bert")).json() == listed["bert"]
         assert (await found.client.get("/v1/models/absent")).status_code == 404
