@@ -180,7 +180,7 @@ def llama_decode(backend: LlamaCausal, threads: int) -> Call:
     side has in memory: a second copy lies on other pages, which is worth some per cent to either side by luck.
     """
     library, model = backend.library, backend.model
-    settings = {"cache_type": 0} if backend.dtype == "f32" else {}
+    settings = {"type_k": 0, "type_v": 0} if backend.dtype == "f32" else {}
     context = LlamaContext(library, model, 1, backend.context, threads, **settings)
     vocab = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
     ids = np.random.default_rng(0).integers(0, vocab, CONTEXT)

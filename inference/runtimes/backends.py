@@ -9,7 +9,6 @@
 """
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -52,7 +51,12 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         )
     kind = kind_of(path)
     if not kind:
-        return _open_torch(path, options)
+        found = find_model(path)
+        runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
+        device = pick_device(options.device)
+        opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
+        loaded = torch_backend(*opened, replace(options, runtime=runtime))
+        return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
     options = replace(options, runtime=check_options(options, *KINDS[kind]))
     if path.is_dir():
         loaded = _open_export(path, kind, options)
@@ -75,15 +79,6 @@ def context_of(config: ModelConfig, options: BackendOptions) -> int:
     return options.context or config.sequence_length
 
 
-def _open_torch(path: Path, options: BackendOptions) -> Loaded:
-    found = find_model(path)
-    runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
-    device = pick_device(options.device)
-    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
-    loaded = torch_backend(*opened, replace(options, runtime=runtime))
-    return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
-
-
 def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     """An artifact that `throughline export` wrote."""
     manifest = verify_artifact(path)
@@ -99,7 +94,11 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
         backend = run_gguf(path / "model.gguf", config, options, dtype, len(classes))
     else:
         check_version(manifest.facts, path)
-        if not _has_cuda_kernels(manifest.facts) and pick_onnx_device(options.device) != "cpu":
+        facts = manifest.facts
+        # As ONNX Runtime 1.31 places them: written for its CPU, float16 and a BERT in fp32 run whole on a GPU.
+        whole = facts["family"] == "bert" if dtype == "fp32" else dtype == "fp16"
+        on_cpu = facts.get("variant") == "onnxruntime" and not whole
+        if on_cpu and pick_onnx_device(options.device) != "cpu":
             what = "work of this graph has no CUDA kernels in ONNX Runtime"
             if options.device == "auto":
                 say(f"{what}: it runs on the CPU; one exported with --for cuda runs on the GPU")
@@ -129,14 +128,6 @@ def on_engine(session: Any, config: ModelConfig, precision: str) -> Any:
         backend.limits = Limits(session.limits.rows)
         backend.context = min(backend.context, session.limits.tokens)
     return backend
-
-
-def _has_cuda_kernels(facts: Mapping[str, Any]) -> bool:
-    """Whether ONNX Runtime places all products and attention of a graph on a GPU (as its placements of 1.31 show):
-    of what is written for its CPU, float16 and a BERT in float32.
-    """
-    whole = facts.get("precision") == "fp16" or (facts["family"], facts.get("precision")) == ("bert", "fp32")
-    return facts.get("variant") != "onnxruntime" or whole
 
 
 def kind_of(path: Path) -> str:
@@ -204,7 +195,15 @@ def run_graph(
     from .onnx_session import open_session
 
     if options.runtime == "openvino":
-        return _run_openvino(graph, config, options, precision)
+        from .onnx_session import OpenVinoEncoder
+
+        if options.device not in ("auto", "cpu"):
+            where = f"--device {options.device}"
+            raise WrongUse("OpenVINO runs on the CPU here", where=where, fix="--device cpu")
+        if isinstance(config, GPTConfig):
+            why = "it has no operator that writes a cache at a place of each row"
+            raise WrongUse("OpenVINO does not run a GPT's graph", where="--backend openvino", why=why)
+        return OpenVinoEncoder(graph, config, options.threads, precision)
     device = pick_onnx_device(options.device)
     tensorrt = None
     if options.runtime == "tensorrt":
@@ -223,18 +222,6 @@ def run_graph(
         return OnnxCausal(session, config, precision)
     lanes = options.threads or usable_cores()
     return OnnxEncoder(session, config, precision, device, lanes, partial(open_session, graph, 1))
-
-
-def _run_openvino(graph: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
-    from .onnx_session import OpenVinoEncoder
-
-    if options.device not in ("auto", "cpu"):
-        where = f"--device {options.device}"
-        raise WrongUse("OpenVINO runs on the CPU here", where=where, fix="--device cpu")
-    if isinstance(config, GPTConfig):
-        why = "it has no operator that writes a cache at a place of each row"
-        raise WrongUse("OpenVINO does not run a GPT's graph", where="--backend openvino", why=why)
-    return OpenVinoEncoder(graph, config, options.threads, precision)
 
 
 def pick_onnx_device(wanted: str) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for one, now in others:
         if both := [case for case in before if case in now]:
-            speed = float(np.exp(np.mean([np.log(before[case] / now[case]) for case in both])))
+            speed = geometric_mean(before[case] / now[case] for case in both)
             name = one[1] if one[1] != first[1] else one[0]
             verdict = "" if speed >= WORTH else ": not worth it here"
             lines.append(f"{name} has {speed:.2f} times the speed of {first[1]}{verdict}")
@@ -120,19 +121,18 @@ def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
         loaded = None
         try:
             loaded = opening()
-            seconds = float(np.median(measure(call_of(loaded), CHOICE_SECONDS / len(candidates))))
+            found[name] = float(np.median(measure(call_of(loaded), CHOICE_SECONDS / len(candidates))))
         except Exception as error:  # out of memory, and what a library raises on its own: the others may run
             failed = error
             say(f"{name}: {error.what if isinstance(error, ThroughlineError) else error}")
             continue
-        if not found or seconds < min(found.values()):
+        if found[name] == min(found.values()):
             best = loaded  # the other is let go
-        found[name] = seconds
     if best is None:
         assert failed is not None
         raise failed
-    times = ", ".join(f"{name} {found[name] * 1e3:.1f} ms" for name in sorted(found, key=found.__getitem__))
-    say(f"backend: {min(found, key=found.__getitem__)} ({times})")
+    order = sorted(found, key=found.__getitem__)
+    say(f"backend: {order[0]} ({', '.join(f'{name} {found[name] * 1e3:.1f} ms' for name in order)})")
     return best
 
 
@@ -187,25 +187,17 @@ def floor_ms(
         return None
     new = batch if decode else batch * tokens
     head = config.width * config.vocab_size if isinstance(config, GPTConfig) else 0
-    moved = (_matrices(config, new) + head) * BYTES[precision]
+    matrices: float = config.layers * config.block_matrix_parameters() + config.expert_parameters(active=True)
+    if isinstance(config, GPTConfig) and config.experts:  # read where any token chooses them, all alike
+        chosen = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** new)
+        one = config.expert_layers * config.feed_forward_parameters(config.expert_size)
+        matrices += one * (chosen - config.experts_per_token)
+    moved = (matrices + head) * BYTES[precision]
     flops = new * config.blocks_flops_per_token(tokens) / 3  # which counts the backward, twice the forward
     if decode:
         flops += 2.0 * head * new
         moved += 2.0 * 2 * config.layers * config.key_value_heads * config.head_size * tokens * batch
     return max(moved / chip.bandwidth_gb_s / 1e6, flops / peak / 1e9)
-
-
-def _matrices(config: ModelConfig, tokens: int) -> float:
-    """Parameters of the blocks' matrices that so many tokens read: of experts those that one of them chooses, when all
-    are chosen alike.
-    """
-    read = config.layers * config.block_matrix_parameters() + config.expert_parameters(active=True)
-    if not isinstance(config, GPTConfig) or config.experts <= config.experts_per_token:
-        return read
-    experts, each = config.experts, config.experts_per_token
-    chosen = experts * (1 - (1 - each / experts) ** tokens)
-    idle = config.parameter_count() - config.active_parameter_count()
-    return read + idle * (chosen - each) / (experts - each)
 
 
 def reported(config: ModelConfig, batch: int, tokens: int, on: str = "t4") -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ torch tensors on a GPU, by functions that both libraries have under the same nam
 Letters: B rows, V vocabulary, R those rows that need a step, N positions, K most probable tokens.
 """
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from ...core.backend import Array, library, log_sum
 from ...core.errors import WrongUse
 
+Best = tuple[int, float]  # a token and its log-probability
 SEEDS = 1 << 63  # how many there are
 LARGEST_BIAS = 100.0  # of a logit, as OpenAI's API allows: beyond any difference that a model makes
 
@@ -63,10 +64,6 @@ class Sampling(msgspec.Struct, frozen=True):
         """Whether a choice depends on the tokens before it other than through the model."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
-    def generator(self) -> np.random.Generator:
-        """The source of this request's draws, one number a token."""
-        return np.random.Generator(np.random.Philox(self.seed))
-
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -74,23 +71,15 @@ GREEDY = Sampling(temperature=0.0)
 LEADING = 1024  # most probable tokens to look at first: top-k gains by it, top-p over wide nuclei does not
 
 
-def beside(array: Array, values: np.ndarray) -> Array:
-    """Values of the host where the array is."""
-    return values if library(array) is np else library(array).from_numpy(values).to(array.device)
+def beside(place: Array | str, values: np.ndarray) -> Array:
+    """Values of the host where an array is, or the logits of a backend on this device. NumPy calls its own "cpu"."""
+    device = place if isinstance(place, str) else place.device
+    return values if device == "cpu" else sys.modules["torch"].from_numpy(values).to(device)
 
 
 def copy_of(array: Array) -> Array:
     """The same numbers in memory of their own."""
-    return array.copy() if library(array) is np else array.clone()
-
-
-def on_device(device: str, values: np.ndarray) -> Array:
-    """Values of the host where the logits of a backend on that device are."""
-    if device == "cpu":
-        return values
-    import torch
-
-    return torch.from_numpy(values).to(device)
+    return library(array).asarray(array, copy=True)
 
 
 class Chooser:
@@ -101,7 +90,7 @@ class Chooser:
 
     def __init__(self, sampling: Sampling, prompt_ids: np.ndarray, vocab_size: int, device: str) -> None:
         self.sampling = sampling
-        self.draws = sampling.generator()
+        self.draws = np.random.Generator(np.random.Philox(sampling.seed))  # one number a token
         self.allowed_V: np.ndarray | None = None
         self.counts_V: Array = None  # int32: how often the answer holds each token
         self.seen_V: Array = None  # bool: in the prompt or the answer
@@ -109,13 +98,13 @@ class Chooser:
         if sampling.counts_tokens:
             seen_V = np.zeros(vocab_size, bool)
             seen_V[np.asarray(prompt_ids)[np.asarray(prompt_ids) < vocab_size]] = True
-            self.counts_V = on_device(device, np.zeros(vocab_size, np.int32))
-            self.seen_V = on_device(device, seen_V)
+            self.counts_V = beside(device, np.zeros(vocab_size, np.int32))
+            self.seen_V = beside(device, seen_V)
         if pairs := [(i, bias) for i, bias in sampling.logit_bias if 0 <= i < vocab_size]:
             bias_V = np.zeros(vocab_size, np.float32)
             for i, bias in pairs:
                 bias_V[i] = bias
-            self.bias_V = on_device(device, bias_V)
+            self.bias_V = beside(device, bias_V)
 
     def accept(self, token_id: int) -> None:
         """Note a token of the answer."""
@@ -234,17 +223,10 @@ def invert(weights_RV: Array, uniform_R: Array) -> Array:
     return library(ids).minimum(ids, (sums_RV < sums_RV[:, -1:]).sum(1))  # rounding may reach the end
 
 
-@dataclass(frozen=True)
-class Probabilities:
-    """Log-probabilities of given tokens (N,) and of the K most probable ones (N, K), on the host."""
-
-    of: np.ndarray
-    top_ids: np.ndarray
-    top: np.ndarray
-
-
-def probabilities(logits_NV: Array, ids_N: Array, most: int) -> Probabilities:
-    """The model's own log-probabilities, before any filter, one transfer for all of them."""
+def probabilities(logits_NV: Array, ids_N: Array, most: int) -> list[tuple[float, tuple[Best, ...]]]:
+    """The model's own log-probabilities, before any filter: of each given token, and of the K most probable ones in its
+    place. One transfer for all of them.
+    """
     xp, k = library(logits_NV), min(most, logits_NV.shape[1])
     norm_N1 = log_sum(logits_NV)
     of_N1 = logits_NV[beside(logits_NV, np.arange(len(logits_NV))), ids_N][:, None] - norm_N1
@@ -253,7 +235,9 @@ def probabilities(logits_NV: Array, ids_N: Array, most: int) -> Probabilities:
         values = np.take_along_axis(logits_NV, found, 1)
         order = np.lexsort((found, -values), axis=1)  # the first of equally probable ones first
         top_ids, top = (np.take_along_axis(part, order, 1) for part in (found, values - norm_N1))
-        return Probabilities(of_N1[:, 0], top_ids, top)
-    best = logits_NV.topk(k, dim=1)
-    host = xp.cat((of_N1, best.values - norm_N1, best.indices), dim=1).cpu().numpy()  # ids are below 2^24
-    return Probabilities(host[:, 0], host[:, 1 + k :].astype(np.int64), host[:, 1 : 1 + k])
+        host = np.concatenate((of_N1, top, top_ids), axis=1)
+    else:
+        best = logits_NV.topk(k, dim=1)
+        host = xp.cat((of_N1, best.values - norm_N1, best.indices), dim=1).cpu()
+    # ids are below 2^24: float32 has them
+    return [(line[0], tuple(zip(map(int, line[1 + k :]), line[1 : 1 + k]))) for line in host.tolist()]

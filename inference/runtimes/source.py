@@ -188,10 +188,8 @@ class Loaded:
 
     @property
     def causal(self) -> CausalBackend | None:
-        """The backend of a GPT."""
         return self.backend if self.family == "gpt" else None
 
     @property
     def encoder(self) -> EncoderBackend | None:
-        """The backend of a BERT."""
         return self.backend if self.family == "bert" else None

@@ -85,7 +85,6 @@ class Remote:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """End the process."""
         self.ready = False
         if self._watching is not None:
             self._watching.cancel()

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core.backend import CausalBackend, Span, library
 from ...core.errors import Failed
-from ..runtimes.sampling import Chooser, Probabilities, beside, choose, probabilities
+from ..runtimes.sampling import Chooser, beside, choose, probabilities
 from .generation import Guide, Job, Sequence, TextDelta, TextStream, Token
 
 LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing
@@ -41,12 +41,12 @@ class Prefixes:
 
     def find(self, tenant: str, prompt_ids: np.ndarray) -> tuple[int, Any]:
         """How many tokens the tenant's best entry shares with the prompt, and that entry (its use is noted)."""
-        shared = self._shared(tenant, prompt_ids)
-        if not any(shared.values()):
+        shares = self._shared(tenant, prompt_ids)
+        best = max(shares, key=shares.__getitem__, default=None)
+        if best is None or not shares[best]:
             return 0, None
-        best = max(shared, key=shared.__getitem__)
         self.kept[best] = self.kept.pop(best)
-        return shared[best], self.kept[best][1]
+        return shares[best], self.kept[best][1]
 
     def _shared(self, tenant: str, ids: np.ndarray) -> dict[tuple[str, bytes], int]:
         return {key: common(old, ids) for key, (old, _) in self.kept.items() if key[0] == tenant}
@@ -58,11 +58,9 @@ class Prefixes:
         if not size or tokens < LEAST_PREFIX or tokens * size > self._limit:
             return
         shares = self._shared(tenant, ids)
-        if any(shared == tokens for shared in shares.values()):
+        if tokens in shares.values():
             return
-        for key, shared in shares.items():
-            if shared == len(self.kept[key][0]):
-                del self.kept[key]
+        self.kept = {key: one for key, one in self.kept.items() if shares.get(key) != len(one[0])}
         while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
             del self.kept[next(iter(self.kept))]
         if (saved := self._backend.save_row(cache, row, tokens)) is not None:
@@ -230,7 +228,7 @@ class SlotBatch:
             return
         most = sequence.job.prompt_logprobs or 0
         found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
-        sequence.prompt += [token_of(int(i), found, line) for line, i in enumerate(targets)]
+        sequence.prompt += [Token(int(i), *one) for i, one in zip(targets, found)]
 
     def _choose(
         self, ready: list[tuple[Sequence, range]], logits_NV: Any
@@ -262,8 +260,8 @@ class SlotBatch:
         if told:
             rows = beside(logits_NV, np.array([row for row, _ in told]))
             found = probabilities(logits_NV[rows], chosen[rows], max(most for _, most in told))
-            for line, (row, most) in enumerate(told):
-                tokens[row] = token_of(tokens[row].id, found, line, most)
+            for (logprob, top), (row, most) in zip(found, told):
+                tokens[row] = Token(tokens[row].id, logprob, top[:most])
         deltas = []
         for sequence, own in sound:
             taken, guesses = 0, sequence.guesses
@@ -325,12 +323,6 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differ[0]) if len(differ) else length
-
-
-def token_of(token_id: int, found: Probabilities, line: int, most: int | None = None) -> Token:
-    """One line of `probabilities` as a token with its `most` most probable alternatives (None = all found)."""
-    top = zip(found.top_ids[line, :most].tolist(), found.top[line, :most].tolist())
-    return Token(token_id, float(found.of[line]), tuple(top))
 
 
 def answer(
