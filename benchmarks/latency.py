@@ -184,16 +184,14 @@ def llama_decode(backend: LlamaCausal, threads: int) -> Call:
     context = LlamaContext(library, model, 1, backend.context, threads, **settings)
     vocab = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
     ids = np.random.default_rng(0).integers(0, vocab, CONTEXT)
-    context.fill([(int(token), place, 0, False) for place, token in enumerate(ids)])
-    context.run()
+    context.run([(int(token), place, 0, False) for place, token in enumerate(ids)])
     state = {"place": CONTEXT, "token": 5}
 
     def decode() -> object:
         if state["place"] == CONTEXT + ANSWER:
             library.llama_memory_seq_rm(context.memory, 0, CONTEXT, -1)
             state["place"] = CONTEXT
-        context.fill([(state["token"], state["place"], 0, True)])
-        context.run()
+        context.run([(state["token"], state["place"], 0, True)])
         state["place"] += 1
         logits = np.ctypeslib.as_array(library.llama_get_logits(context.pointer), (vocab,))
         state["token"] = int(logits.argmax())

@@ -116,7 +116,7 @@ class CausalBackend(Protocol):
         """The row's sequence has ended: its memory may be given back."""
 
     def save_row(self, cache: Cache, row: int, tokens: int) -> Any:
-        """A copy of the first `tokens` tokens of a row, for any row later; None where the backend cannot."""
+        """A copy of the first `tokens` tokens of a row, for any row later; nobody asks where `token_bytes` is 0."""
 
     def load_row(self, cache: Cache, row: int, saved: Any, tokens: int) -> None:
         """Put the first `tokens` tokens of a saved row over a row."""

@@ -25,6 +25,7 @@ N documents; of the cache L layers, T places of a row.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,9 +183,7 @@ def _attend_capped(
 
 
 class KeyValueCache:
-    """Keys and values of the tokens read so far: room for `places` in each of `rows` sequences; whoever runs a step
-    knows how many each holds.
-    """
+    """Keys and values of the tokens read so far: room for `places` in each of `rows` sequences."""
 
     def __init__(
         self,
@@ -203,6 +202,8 @@ class KeyValueCache:
         # zeros, not empty: a masked place still enters a product with probability 0, and 0 x NaN is NaN
         stores = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.keys_LBGTD, self.values_LBGTD = (x.transpose(2, 3) if by_token else x for x in stores)
+        self.held = [0] * rows  # tokens of each row
+        self.steps: dict[tuple[int, int], Any] = {}  # captured, for who runs them
 
     @property
     def rows(self) -> int:

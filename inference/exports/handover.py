@@ -15,7 +15,6 @@ from ...models.huggingface import load_huggingface, to_huggingface
 from ..graphs.graph_options import Pooling
 from ..graphs.parity import BOUNDS, reference_of
 from ..runtimes.source import find_model
-from ..runtimes.torch_backend import DTYPE_NAMES
 from .export import Export, copy_tokenizer, exports, judge, write_json
 
 
@@ -31,8 +30,8 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
     config, folder = model.config, export.folder
     tuned = isinstance(model, BERTWithHead)
     fields, state = to_huggingface(model)
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    dtype = dtype or find_model(export.opened.input.path).stored_dtype("cuda") or torch.float32
+    precision = precision or find_model(export.opened.input.path).stored_dtype("cuda")
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     state = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in state.items()}
     # in files of at most 5 GB
     huggingface_hub.save_torch_state_dict(state, folder, metadata={"format": "pt"})
@@ -49,10 +48,9 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
     write_json(folder / "config.json", fields | ids)
     read_back = load_huggingface(folder).to(export.device)
     candidate = reference_of(read_back, export.tokenizer, export.opened.input)
-    bounds = BOUNDS[DTYPE_NAMES[dtype]]
-    judge(export, export.reference(), candidate, bounds, "the Hugging Face directory")
+    judge(export, export.reference(), candidate, BOUNDS[precision], "the Hugging Face directory")
     export.report["conditions"] = conditions(folder, fields | ids)
-    export.draft.facts |= {"architecture": fields["architectures"][0], "precision": DTYPE_NAMES[dtype]}
+    export.draft.facts |= {"architecture": fields["architectures"][0], "precision": precision}
 
 
 def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:

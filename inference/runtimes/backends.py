@@ -21,10 +21,12 @@ from ...core.console import say, warn
 from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
+from ...data.tokenizer import Tokenizer
 from ...models.config import FAMILIES, GPTConfig, ModelConfig
 from ...models.sentence import read_sentence
 from .bench import fastest
-from .onnx_session import PROFILE_ROWS, check_version, profile_of
+from .onnx_causal import OnnxCausal
+from .onnx_session import PROFILE_ROWS, OnnxEncoder, check_version, open_session, profile_of
 from .source import Loaded, check_options, find_model, pick_device, pick_dtype
 
 if TYPE_CHECKING:
@@ -69,6 +71,17 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
     if loaded.causal is not None:
         loaded.causal.context = min(loaded.causal.context, context_of(loaded.config, options))
     return loaded
+
+
+def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:
+    """The model at `path` with its tokenizer. Raises WrongUse when it has none or is not of this family ("": any)."""
+    loaded = open_backend(path, options)
+    if family and loaded.family != family:
+        needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT"
+        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}")
+    if loaded.tokenizer is None:
+        raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
+    return loaded, Tokenizer.load(loaded.tokenizer)
 
 
 def context_of(config: ModelConfig, options: BackendOptions) -> int:
@@ -192,10 +205,8 @@ def run_graph(
     graph: Path, config: ModelConfig, options: BackendOptions = ON_CPU, precision: str = "fp32"
 ) -> Any:
     """A graph of our writer behind the protocol of its family."""
-    from .onnx_session import open_session
-
     if options.runtime == "openvino":
-        from .onnx_session import OpenVinoEncoder
+        from .openvino_session import OpenVinoSession
 
         if options.device not in ("auto", "cpu"):
             where = f"--device {options.device}"
@@ -203,7 +214,9 @@ def run_graph(
         if isinstance(config, GPTConfig):
             why = "it has no operator that writes a cache at a place of each row"
             raise WrongUse("OpenVINO does not run a GPT's graph", where="--backend openvino", why=why)
-        return OpenVinoEncoder(graph, config, options.threads, precision)
+        encoder = OnnxEncoder(OpenVinoSession(graph, options.threads), config, precision)
+        encoder.name = "openvino"
+        return encoder
     device = pick_onnx_device(options.device)
     tensorrt = None
     if options.runtime == "tensorrt":
@@ -215,9 +228,6 @@ def run_graph(
         backend = on_gpu(session, config, precision, device)
         backend.limits = Limits(PROFILE_ROWS) if tensorrt else backend.limits
         return backend
-    from .onnx_causal import OnnxCausal
-    from .onnx_session import OnnxEncoder
-
     if isinstance(config, GPTConfig):
         return OnnxCausal(session, config, precision)
     lanes = options.threads or usable_cores()

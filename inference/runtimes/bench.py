@@ -30,11 +30,8 @@ WORTH = 1.1  # times the speed from which another file to keep and a longer star
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
-    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s}, on random ids; with what this
-    GPU cannot go below, and what NVIDIA reported for a T4, where either is known.
-
-    A GPT: reading a prompt of `tokens`, and decoding one token per row after `tokens` of context. A BERT: the
-    hidden states, embedding and one masked position of `tokens`.
+    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s} of `call_of`; with what this GPU
+    cannot go below, and what NVIDIA reported for a T4, where either is known.
     """
     rows = []
     for what, batch, tokens in _cases(loaded):
@@ -63,9 +60,8 @@ def latency_page(rows: list[dict[str, Any]]) -> str:
         model = f"{row['model']}: " if "model" in header else ""
         name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
         bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
-    return page(
-        "Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)], made_here()
-    )
+    parts = [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)]
+    return page("Latency", parts, made_here())
 
 
 def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
@@ -79,8 +75,8 @@ def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each further model or backend: how fast it is beside the first of the table, by the geometric mean
-    of the medians that both have, and that it is not worth it below `WORTH`.
+    """A line for each further model or backend: how fast it is beside the first one, by the geometric mean of the
+    medians that both have.
     """
     timed: dict[tuple[str, str], dict[tuple[Any, ...], float]] = {}
     for row in rows:
@@ -110,9 +106,8 @@ def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]
 
 
 def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
-    """Open each candidate, measure it, return the fastest and say so. One that cannot run is left out.
-
-    Raises what the last candidate raised when none can run.
+    """Open each candidate and return the fastest; those that cannot run are left out. Raises what the last one raised
+    when none can.
     """
     found: dict[str, float] = {}
     best: Loaded | None = None
@@ -139,8 +134,8 @@ def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
 def call_of(
     loaded: Loaded, tokens: int = CHOICE_TOKENS, batch: int = 1, what: str = "decode"
 ) -> Callable[[], Any]:
-    """A call that serving makes, on random ids: a GPT's decode step after so many tokens, or its `prefill` of them;
-    a BERT's texts with one masked position each.
+    """A call that serving makes, on random ids: a GPT's step of a token a row behind so many, or its `prefill` of them;
+    all outputs of a BERT, with one masked position a row.
     """
     tokens = min(tokens, loaded.config.sequence_length - 1)
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (batch, tokens))

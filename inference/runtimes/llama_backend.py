@@ -73,26 +73,25 @@ class LlamaContext:
         params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_threads = params.n_threads_batch = threads
         for name, value in settings.items():
+            assert hasattr(params, name), name  # ctypes takes any
             setattr(params, name, value)
         self.pointer = library.llama_init_from_model(model, params)
         if not self.pointer:
-            why = f"{rows} of {context:,} tokens"
-            raise Refused("llama.cpp has no room for this many sequences", why=why)
+            raise Refused(
+                "llama.cpp has no room for this many sequences", why=f"{rows} of {context:,} tokens"
+            )
         self.memory = library.llama_get_memory(self.pointer)
         self._seen: tuple[tuple[int, int], np.ndarray] | None = None
         self.batch = library.llama_batch_init(max(BATCH_TOKENS, context), 0, 1)
 
-    def fill(self, lines: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Tokens as (id, place, row, whether it has an output)."""
+    def run(self, lines: Sequence[tuple[int, int, int, bool]], how: str = "decode") -> None:
+        """Compute tokens, given as (id, place, row, whether it has an output)."""
         batch = self.batch
         batch.n_tokens = len(lines)
         for at, (token_id, place, row, wanted) in enumerate(lines):
             batch.token[at], batch.pos[at], batch.logits[at] = token_id, place, wanted
             batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
-
-    def run(self, how: str = "decode") -> None:
-        """Compute what the batch holds."""
-        if code := getattr(self.library, f"llama_{how}")(self.pointer, self.batch):
+        if code := getattr(self.library, f"llama_{how}")(self.pointer, batch):
             raise RuntimeError(f"llama.cpp could not {how} this batch (code {code})")
 
     def logits(self, count: int, vocab_size: int) -> np.ndarray:
@@ -132,15 +131,12 @@ class LlamaCausal:
         for span in spans:
             self.library.llama_memory_seq_rm(cache.memory, span.row, span.past, -1)
             first = len(span.ids) - span.asked
-            lines += [
-                (int(token_id), span.past + place, span.row, place >= first)
-                for place, token_id in enumerate(span.ids)
-            ]
+            placed = enumerate(span.ids.tolist())
+            lines += [(token, span.past + place, span.row, place >= first) for place, token in placed]
         found = []
         for at in range(0, len(lines), BATCH_TOKENS):
             part = lines[at : at + BATCH_TOKENS]
-            cache.fill(part)
-            cache.run()
+            cache.run(part)
             if wanted := sum(line[3] for line in part):
                 logits = cache.logits(wanted, self.vocab_size)
                 found.append(logits if len(lines) <= BATCH_TOKENS else logits.copy())
@@ -186,13 +182,11 @@ class LlamaEncoder(OneCall):
         for line, (ids, real) in enumerate(zip(ids_BS, mask_BS)):
             places = np.flatnonzero(real)
             tokens = [(int(ids[place]), at, 0, True) for at, place in enumerate(places)]
-            self._context.fill(tokens)
-            self._context.run("encode")
+            self._context.run(tokens, "encode")
             pointer = ctypes.cast(self.library.llama_get_embeddings(self._context.pointer), floats)
             hidden[line, places] = np.ctypeslib.as_array(pointer, (len(places), self._width))
             if self._labels:
-                self._head.fill(tokens)
-                self._head.run("encode")
+                self._head.run(tokens, "encode")
                 pointer = ctypes.cast(self.library.llama_get_embeddings_seq(self._head.pointer, 0), floats)
                 logits[line] = np.ctypeslib.as_array(pointer, (self._labels,))
         mean = hidden.sum(1) / mask_BS.sum(1, keepdims=True)
@@ -226,8 +220,8 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
     if kind not in POOLINGS:
         why = f"it pools by {gguf.PoolingType(kind).name}"
         raise Refused("this model embeds in a way that is not here", where=path, why=why)
-    sentence = Sentence(POOLINGS[kind])
-    return config, PRECISIONS.get(number, f"gguf-{number}"), _tokenizer_file(path, given), sentence
+    precision = PRECISIONS.get(number, f"gguf-{number}")
+    return config, precision, _tokenizer_file(path, given), Sentence(POOLINGS[kind])
 
 
 def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
@@ -262,8 +256,7 @@ def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
     if kind == "none":
         return None
     if kind != "bert" and (kind, pre) != ("gpt2", "gpt-2"):
-        fix = "put its tokenizer.json beside the file"
-        why = f"{kind}, {pre}"
+        why, fix = f"{kind}, {pre}", "put its tokenizer.json beside the file"
         raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=why, fix=fix)
     folder = Path(tempfile.mkdtemp(prefix="throughline-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -103,7 +103,7 @@ class OnnxCausal:
     def step(self, spans: Sequence[Span], cache: OnnxCache) -> Any:
         if self.limits.tokens and max(len(span.ids) for span in spans) > self.limits.tokens:
             return in_pieces(self.step, spans, cache, self.limits.tokens)
-        calls = rectangles(spans, cache.lengths, self.context, self.limits.rows)
+        calls = rectangles(spans, cache.lengths, self.context, self.limits.rows, self._one_prompt)
         found = []
         for call in calls:
             logits = self._run(call.ids_BS, call.past_B, call.ask_BN, cache, call.first_row)
@@ -124,12 +124,6 @@ class OnnxCausal:
         assert needed <= self.context, (needed, self.context)
         if needed > cache.capacity:
             self._resize(cache, min(max(self._room(needed), cache.capacity * 5 // 4), self.context))
-        if self._one_prompt and rows > 1 and length > 1 and past_B.any():
-            found = []
-            for i in range(rows):
-                own = slice(i, i + 1)
-                found.append(copy_of(self._run(ids_BS[own], past_B[own], ask_BN[own], cache, first_row + i)))
-            return library(found[0]).concatenate(found)
         cache.lengths[first_row : first_row + rows] = past_B + length
         key = (first_row, rows, length, ask_BN.shape[1])
         bound = cache.bindings.get(key)
@@ -204,30 +198,31 @@ class Call:
     ask_BN: np.ndarray
 
 
-def rectangles(spans: Sequence[Span], held: np.ndarray, context: int, rows: int | None) -> list[Call]:
+def rectangles(
+    spans: Sequence[Span], held: np.ndarray, context: int, rows: int | None, one_prompt: bool
+) -> list[Call]:
     """The calls of a step, of at most `rows` rows: single tokens first; no padding reaches behind `context`. `held`:
-    how many tokens each row of the cache holds.
+    how many tokens each row of the cache holds; `one_prompt`: a part of a prompt that has a past goes alone.
     """
+
+    def together(group: list[Span]) -> bool:
+        lengths = [len(span.ids) for span in group]
+        if rows is not None and group[-1].row - group[0].row >= rows:
+            return False
+        if min(lengths) == 1:
+            return max(lengths) == 1
+        adjacent = group[-1].row == group[-2].row + 1
+        fits = max(span.past for span in group) + max(lengths) <= context
+        filled = sum(lengths) >= FILLED * max(lengths) * len(lengths)
+        return adjacent and fits and filled and not (one_prompt and any(span.past for span in group))
+
     groups: list[list[int]] = []
     for i in sorted(range(len(spans)), key=lambda i: (len(spans[i].ids) > 1, spans[i].row)):
-        fits = groups and (rows is None or spans[i].row - spans[groups[-1][0]].row < rows)
-        if fits and _joins(spans, groups[-1], i, context):
+        if groups and together([spans[one] for one in (*groups[-1], i)]):
             groups[-1].append(i)
         else:
             groups.append([i])
     return [_call(spans, group, held) for group in groups]
-
-
-def _joins(spans: Sequence[Span], group: list[int], new: int, context: int) -> bool:
-    """Whether a span suits a call: a single token among such, or a part of a prompt in the next row, and little
-    padding.
-    """
-    lengths = [len(spans[i].ids) for i in (*group, new)]
-    if min(lengths) == 1:
-        return max(lengths) == 1
-    adjacent = spans[group[-1]].row + 1 == spans[new].row
-    fits = max(spans[i].past for i in (*group, new)) + max(lengths) <= context
-    return adjacent and fits and sum(lengths) >= FILLED * max(lengths) * len(lengths)
 
 
 def _call(spans: Sequence[Span], group: list[int], held: np.ndarray) -> Call:
@@ -251,29 +246,25 @@ def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Seq
     in_order = len(calls) == 1 and calls[0].owners == tuple(range(len(spans)))
     if in_order and all(span.asked == 1 for span in spans):
         return logits_BNV[0][:, 0]
-    found: dict[int, Any] = {}
+    found: dict[int | None, Any] = {}
     for call, logits in zip(calls, logits_BNV):
-        for line, owner in enumerate(call.owners):
-            if owner is not None:
-                found[owner] = logits[line, : spans[owner].asked]
+        found |= {i: logits[line, : spans[i].asked] for line, i in enumerate(call.owners) if i is not None}
     return library(logits_BNV[0]).concatenate([found[i] for i in range(len(spans))])
 
 
 def in_pieces(step: Callable[..., Any], spans: Sequence[Span], cache: Any, most: int) -> Any:
-    """A step in which no span has more than `most` tokens, and then one of what is left of them."""
-    firsts, rests = [], []
-    for span in spans:
-        left = max(0, len(span.ids) - most)
-        firsts.append(Span(span.row, span.past, span.ids[:most], max(0, span.asked - left)))
-        if left:
-            rests.append(Span(span.row, span.past + most, span.ids[most:], min(span.asked, left)))
-    before = copy_of(step(firsts, cache))
-    behind = step(rests, cache)  # which splits again what is still too long
-    found, at, then = [], 0, 0
-    for span, first in zip(spans, firsts):
-        found.append(before[at : at + first.asked])
-        at += first.asked
-        if more := span.asked - first.asked:
-            found.append(behind[then : then + more])
-            then += more
-    return library(before).concatenate(found)
+    """A step in which no span has more than `most` tokens, and then those of what is left of them."""
+    found: list[list[Any]] = [[] for _ in spans]
+    for start in range(0, max(len(span.ids) for span in spans), most):
+        numbers = [i for i, span in enumerate(spans) if len(span.ids) > start]
+        pieces = []
+        for span in (spans[i] for i in numbers):
+            ids = span.ids[start : start + most]
+            behind = max(0, len(span.ids) - start - most)
+            asked = min(max(0, span.asked - behind), len(ids))
+            pieces.append(Span(span.row, span.past + start, ids, asked))
+        logits, at = copy_of(step(pieces, cache)), 0
+        for i, piece in zip(numbers, pieces):
+            found[i].append(logits[at : at + piece.asked])
+            at += piece.asked
+    return library(logits).concatenate([one for parts in found for one in parts])

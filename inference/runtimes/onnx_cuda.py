@@ -53,8 +53,8 @@ class Resident:
     """Memory of calls of one shape: on the device by name, and pinned memory of the host for what comes and goes."""
 
     binding: Any
-    inside: dict[str, "torch.Tensor"]
-    pinned: dict[str, "torch.Tensor"]
+    inside: dict[str, torch.Tensor]
+    pinned: dict[str, torch.Tensor]
 
 
 class CudaEncoder(OnnxEncoder):

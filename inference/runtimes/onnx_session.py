@@ -1,5 +1,4 @@
-"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider, and a BERT's graph in one of them or, on
-the CPU, in OpenVINO.
+"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider, and a BERT's graph in a session.
 
 Threads do not spin: on a shared or small machine spinning threads burn several times the CPU that the work needs.
 """
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Ids, Limits, OneCall, Want
-from ...core.errors import Refused, WrongUse, extra
+from ...core.backend import Ids, Limits, Want
+from ...core.errors import Refused, WrongUse
 from ...models.config import BERTConfig
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -20,9 +19,7 @@ PROFILE_ROWS = 64  # of a call of TensorRT's provider
 
 
 def profile_of(graph: Path | str, context: int) -> dict[str, str]:
-    """The shapes of a BERT's inputs for which TensorRT's provider builds at once: without them it builds again, for
-    minutes, at every shape beyond those that it has seen.
-    """
+    """The shapes of a BERT's inputs for which TensorRT builds: at others it would build anew, for minutes."""
     import onnx
 
     names = [given.name for given in onnx.load(graph, load_external_data=False).graph.input]
@@ -34,9 +31,7 @@ def profile_of(graph: Path | str, context: int) -> dict[str, str]:
 
 
 def providers_of(device: str, tensorrt: Mapping[str, str] | None = None) -> list[Any]:
-    """What to ask ONNX Runtime for; `tensorrt`: its provider with these settings. Raises WrongUse when it was built
-    without it.
-    """
+    """What to ask ONNX Runtime for; `tensorrt`: the settings of its provider. Raises WrongUse if it is not there."""
     import onnxruntime
 
     kind, _, number = device.partition(":")
@@ -50,10 +45,10 @@ def providers_of(device: str, tensorrt: Mapping[str, str] | None = None) -> list
         return wanted
     settings = {"device_id": number or "0"}
     # fp32 is fp32, as torch has it: with TF32 its errors are those of fp16. A build takes minutes: it is kept.
-    kept = f"{Path.home()}/.cache/throughline/tensorrt"
-    caches = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": kept}
-    caches |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": kept}
-    of = {PROVIDERS["cuda"]: {"use_tf32": "0"}, TENSORRT: {**caches, **(tensorrt or {})}}
+    kept = dict.fromkeys(("trt_engine_cache_enable", "trt_timing_cache_enable"), "1")
+    where = f"{Path.home()}/.cache/throughline/tensorrt"
+    kept |= dict.fromkeys(("trt_engine_cache_path", "trt_timing_cache_path"), where)
+    of = {PROVIDERS["cuda"]: {"use_tf32": "0"}, TENSORRT: {**kept, **(tensorrt or {})}}
     return [(name, settings | of[name]) for name in wanted]
 
 
@@ -77,10 +72,8 @@ def open_session(
     device: str = "cpu",
     tensorrt: Mapping[str, str] | None = None,
 ) -> Any:
-    """An `onnxruntime.InferenceSession` on the device.
-
-    Raises WrongUse when this ONNX Runtime has no provider for it, Refused when the file is not a graph that
-    it can run or the provider fell back to another.
+    """An `onnxruntime.InferenceSession` on the device. Raises WrongUse as `providers_of`, Refused when the file is not
+    a graph that it can run or the provider fell back to another.
     """
     import onnxruntime
 
@@ -104,10 +97,9 @@ def open_session(
 
 
 class OnnxEncoder:
-    """A BERT graph (`core.backend.EncoderBackend`).
+    """A BERT graph in a session of ONNX Runtime's or one with its methods (`core.backend.EncoderBackend`).
 
-    `open_lane`: opens a session of one thread for `lane`, which then takes `lanes` calls at once where that is more
-    than one.
+    `open_lane`: opens a session of one thread for `lane`, which takes `lanes` calls at once if that is more than one.
     """
 
     name = "onnxruntime"
@@ -143,58 +135,11 @@ class OnnxEncoder:
         if "cls_embedding" in asked.difference(self._outputs):
             asked.add("last_hidden_state")  # which begins with it
         names = [name for name in self._outputs if name in asked]
-        feeds = encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)
-        return dict(zip(names, self.run(names, feeds)))
+        feeds = {"input_ids": ids_BS, "attention_mask": mask_BS, "token_type_ids": types_BS}
+        feeds["logit_positions"] = ask_BN
+        given = {name: np.ascontiguousarray(feeds[name], np.int64) for name in feeds if name in self._inputs}
+        return dict(zip(names, self.run(names, given)))
 
     def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """Those outputs, float32 on the host."""
+        """These outputs, float32 on the host."""
         return self.session.run(names, feeds)
-
-
-def encoder_feeds(
-    ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray, names: set[str]
-) -> dict[str, np.ndarray]:
-    """The inputs of a BERT graph of our writer, those of them that it has."""
-    feeds = {"input_ids": ids_BS, "attention_mask": mask_BS, "token_type_ids": types_BS}
-    feeds["logit_positions"] = ask_BN
-    return {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items() if name in names}
-
-
-OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_output", "nsp_logits"}
-OUTPUTS |= {"cls_embedding", "logits", "start_logits", "end_logits"}  # of our writer's graphs
-
-
-class OpenVinoEncoder(OneCall):
-    """A BERT graph (`core.backend.EncoderBackend`). Raises WrongUse without the library, Refused for a graph that it
-    cannot compile.
-    """
-
-    name = "openvino"
-
-    def __init__(
-        self, path: Path | str, config: BERTConfig, threads: int | None = None, dtype: str = "fp32"
-    ) -> None:
-        self.device, self.dtype = "cpu", dtype
-        self.vocab_size, self.context = config.vocab_size, config.sequence_length
-        openvino = extra("openvino", "--backend openvino", "openvino")
-        settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-        if threads:
-            settings["INFERENCE_NUM_THREADS"] = threads
-        try:
-            compiled = openvino.Core().compile_model(str(path), "CPU", settings)
-        except RuntimeError as error:
-            why = str(error).strip().splitlines()[-1][:300]
-            fix = "use --backend onnxruntime, or export with --opset 20"
-            raise Refused("OpenVINO cannot compile this graph", where=path, why=why, fix=fix) from error
-        self._inputs = {port.get_any_name() for port in compiled.inputs}
-        # a port has the names of all tensors that became one in optimisation
-        self._outputs = [min(OUTPUTS.intersection(port.get_names())) for port in compiled.outputs]
-        self._request = compiled.create_infer_request()
-
-    def forward(
-        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
-    ) -> dict[str, np.ndarray]:
-        """See `core.backend.EncoderBackend.forward`; all of it is on the host anyway."""
-        found = self._request.infer(encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs))
-        values = (np.array(found[place], np.float32) for place in range(len(self._outputs)))
-        return dict(zip(self._outputs, values))

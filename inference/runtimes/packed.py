@@ -15,10 +15,8 @@ width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +37,7 @@ from .tensorrt_backend import captured
 WASTE_CPU, WASTE_GPU = 256, 4096
 
 
-@dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """The line as a run of tokens to each of the first R rows, in order, some of them empty."""
 
     bounds_N: Tensor  # (R + 1,) int32
@@ -49,8 +46,7 @@ class Runs:
     most_seen: int
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Tokens [start, stop) of the line, of rows [row, row + rows), which look at the first `seen` places."""
 
     start: int
@@ -102,21 +98,18 @@ class Packed:
 
     @classmethod
     def of_rows(cls, given_2R: Tensor, seen: int, cache: KeyValueCache, config: GPTConfig) -> "Packed":
-        """Of a token in each of the first rows: ids and places on the device, of which the host knows the shape, and
-        that none of them looks beyond the first `seen` places.
-        """
-        (ids_R, places_R), count = given_2R, given_2R.shape[1]
-        rows_R = torch.arange(count, device=given_2R.device)
-        packed = cls(ids_R, rows_R, places_R, cache, config)
+        """Of a token in each of the first rows: ids and places on the device, which see at most so many places."""
+        ids_R, places_R = given_2R
+        bounds = torch.arange(len(ids_R) + 1, device=given_2R.device)
+        packed = cls(ids_R, bounds[:-1], places_R, cache, config)
         if cache.has_flash:
-            bounds = torch.arange(count + 1, dtype=torch.int32, device=given_2R.device)
-            packed.runs = Runs(bounds, (places_R + 1).clamp(max=seen).int(), 1, seen)
+            packed.runs = Runs(bounds.int(), (places_R + 1).clamp(max=seen).int(), 1, seen)
         packed._seen = seen
         return packed
 
     @cached_property
     def parts(self) -> list[Part]:
-        """What is computed one by one, where no kernel takes the whole line."""
+        """What is computed one by one, where no kernel takes the line."""
         if self._line:
             return list(self._parts(self._line))
         mask = torch.arange(self._seen, device=self.rows_T.device) <= self.places_1T[0, :, None]
@@ -159,8 +152,7 @@ class Packed:
                 first = slice(len(bounded.seen_R))
                 q, k, v = (x.transpose(1, 2) for x in (q_1ATD, keys[first], values[first]))
                 window = pattern.window if pattern else 0
-                bounds = (bounded.bounds_N, bounded.seen_R, bounded.longest, bounded.most_seen)
-                out_TAD = attention_cuda.attend_cache(q[0].to(k.dtype), k, v, *bounds, window)
+                out_TAD = attention_cuda.attend_cache(q[0].to(k.dtype), k, v, *bounded, window)
                 return out_TAD.transpose(0, 1)[None]
             found = []
             for part in self.parts:
@@ -185,7 +177,7 @@ class Packed:
 
 
 def packed_logits(model: GPT, modules: Sequence[Attention], packed: Packed) -> Tensor:
-    """Run a step; the logits asked for, float32 at least (N, V), span after span."""
+    """The logits asked for, float32 at least (N, V), span after span."""
     with attending(modules, packed.attend_in):
         hidden_TW = model.hidden(packed.ids_1T, packed.places_1T)[0]
     logits_NV = model.head(hidden_TW if packed.wanted_N is None else hidden_TW[packed.wanted_N])
@@ -196,16 +188,12 @@ LEAST_PLACES = 256
 WASTED_BYTES = 256 << 20  # read in vain, beyond which launches are cheaper; kernels with bounds waste nothing
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """A captured step: memory for the ids and places of its rows, and of its logits (R, V)."""
 
     replay: Callable[[], None]
     given_2R: Tensor
     logits_RV: Tensor
-
-
-Steps = dict[tuple[int, int], Step]  # of one cache
 
 
 class DecodeGraphs:
@@ -219,32 +207,30 @@ class DecodeGraphs:
         self._pool: Any = None
         self.failures = 0
 
-    def logits(
-        self, spans: Sequence[Span], cache: KeyValueCache, held: dict[int, int], steps: Steps
-    ) -> Tensor | None:
+    def logits(self, spans: Sequence[Span], cache: KeyValueCache) -> Tensor | None:
         """Logits (N, V) of a step, or None for one that is to be launched: parts of prompts, beside a row that is full,
-        or where much would be read in vain. `held`: tokens of each row, after this step.
+        or where much would be read in vain. The cache has the tokens that rows hold after it.
         """
         if self.failures or any(len(span.ids) > 1 or not span.asked for span in spans):
             return None
         rows = np.array([span.row for span in spans])
         count = min(1 << int(rows.max()).bit_length(), cache.rows)
         given = np.zeros((2, count), np.int64)
-        given[1] = [held.get(row, 0) for row in range(count)]
+        given[1] = cache.held[:count]
         given[:, rows] = [[span.ids[0] for span in spans], [span.past for span in spans]]
         seen = min(max(LEAST_PLACES, 1 << int(given[1, rows].max()).bit_length()), cache.places)
         wasted = (count * seen - int(given[1, rows].sum())) * cache.token_bytes
         if given[1].max() >= cache.places or (wasted > WASTED_BYTES and not cache.has_flash):
             return None
-        with self._here():
-            if (count, seen) not in steps:
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            if (count, seen) not in cache.steps:
                 try:
-                    steps[count, seen] = self._make(given, seen, cache)
+                    cache.steps[count, seen] = self._make(given, seen, cache)
                 except Exception as error:  # of any library, and of memory: launches may do
                     self.failures += 1
                     warn(f"decode steps are launched one kernel at a time: {type(error).__name__}: {error}")
                     return None
-            step = steps[count, seen]
+            step = cache.steps[count, seen]
             step.given_2R.copy_(self._staged(given), non_blocking=True)
             lines = self._staged(rows).to(self._device, non_blocking=True)
             step.replay()
@@ -273,6 +259,3 @@ class DecodeGraphs:
         """In page-locked memory of the host, whose copy nobody waits for."""
         given = torch.from_numpy(numbers)
         return given.pin_memory() if self._device.type == "cuda" else given
-
-    def _here(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -21,15 +21,12 @@ from ...core.errors import WrongUse
 
 Best = tuple[int, float]  # a token and its log-probability
 SEEDS = 1 << 63  # how many there are
+LEADING = 1024  # most probable tokens to look at first: top-k gains by it, top-p over wide nuclei does not
 LARGEST_BIAS = 100.0  # of a logit, as OpenAI's API allows: beyond any difference that a model makes
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How a request chooses tokens.
-
-    Neutral values: temperature 1, top_k 0, top_p 1, min_p 0, repetition_penalty 1, frequency_penalty 0,
-    presence_penalty 0, no bias.
-    """
+    """How a request chooses tokens; the default values change nothing."""
 
     temperature: float = 1.0  # 0 = greedy: always the most probable token
     top_k: int = 0  # keep the k most probable; 0 = all
@@ -68,9 +65,6 @@ class Sampling(msgspec.Struct, frozen=True):
 GREEDY = Sampling(temperature=0.0)
 
 
-LEADING = 1024  # most probable tokens to look at first: top-k gains by it, top-p over wide nuclei does not
-
-
 def beside(place: Array | str, values: np.ndarray) -> Array:
     """Values of the host where an array is, or the logits of a backend on this device. NumPy calls its own "cpu"."""
     device = place if isinstance(place, str) else place.device
@@ -83,15 +77,14 @@ def copy_of(array: Array) -> Array:
 
 
 class Chooser:
-    """What choosing needs to know of one request: its settings, its draws and the tokens it holds.
-
-    `allowed_V`, when somebody sets it, says which tokens may come next (bool, on the host).
-    """
+    """What choosing needs to know of one request: its settings, its draws and the tokens it holds."""
 
     def __init__(self, sampling: Sampling, prompt_ids: np.ndarray, vocab_size: int, device: str) -> None:
         self.sampling = sampling
         self.draws = np.random.Generator(np.random.Philox(sampling.seed))  # one number a token
-        self.allowed_V: np.ndarray | None = None
+        self.allowed_V: np.ndarray | None = (
+            None  # bool, on the host: which may come next, when somebody says so
+        )
         self.counts_V: Array = None  # int32: how often the answer holds each token
         self.seen_V: Array = None  # bool: in the prompt or the answer
         self.bias_V: Array = None
@@ -100,10 +93,9 @@ class Chooser:
             seen_V[np.asarray(prompt_ids)[np.asarray(prompt_ids) < vocab_size]] = True
             self.counts_V = beside(device, np.zeros(vocab_size, np.int32))
             self.seen_V = beside(device, seen_V)
-        if pairs := [(i, bias) for i, bias in sampling.logit_bias if 0 <= i < vocab_size]:
+        if known := {i: bias for i, bias in sampling.logit_bias if 0 <= i < vocab_size}:
             bias_V = np.zeros(vocab_size, np.float32)
-            for i, bias in pairs:
-                bias_V[i] = bias
+            bias_V[[*known]] = [*known.values()]
             self.bias_V = beside(device, bias_V)
 
     def accept(self, token_id: int) -> None:
@@ -152,10 +144,8 @@ def penalised(logits_BV: Array, choosers: Sequence[Chooser]) -> Array:
 
 
 def filtered(logits_RV: Array, settings: Sequence[Sampling]) -> Array:
-    """Weights float32 (R, V), not normalised, the largest of a row 1, zero for every token that a filter
-    removed.
-
-    float32 throughout: its rounding moves a boundary by about 1e-5 of the mass.
+    """Weights (R, V), not normalised, the largest of a row 1, zero for every token that a filter removed. float32
+    throughout: its rounding moves a boundary by about 1e-5 of the mass.
     """
     xp = library(logits_RV)
     by_R2 = beside(logits_RV, np.array([[max(s.temperature, 1e-4), s.min_p] for s in settings], np.float32))
@@ -172,10 +162,8 @@ def filtered(logits_RV: Array, settings: Sequence[Sampling]) -> Array:
 
 
 def _floors(weights_RV: Array, settings: Sequence[Sampling]) -> Array:
-    """The smallest weight that top-k and then top-p leave in each row, (R, 1).
-
-    On a CPU the `LEADING` largest weights decide for almost every row, and numpy selects and sorts them with
-    vector instructions; a row whose nucleus is wider is sorted whole, as all are on a GPU.
+    """The smallest weight that top-k and then top-p leave in each row, (R, 1). On a CPU the `LEADING` largest decide
+    for almost every row; one whose nucleus is wider is sorted whole, as all are on a GPU.
     """
     vocab_size = weights_RV.shape[1]
     if library(weights_RV) is not np:

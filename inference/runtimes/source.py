@@ -37,16 +37,13 @@ class FoundModel(NamedTuple):
     directory: Path
     tokenizer: Path | None
 
-    def stored_dtype(self, device: str) -> "torch.dtype | None":
-        """The dtype that most of its weights are stored in. Of a checkpoint, whose masters are fp32, the 16 bits that
-        it was trained in, and None on a CPU.
+    def stored_dtype(self, device: str) -> str:
+        """The dtype that most of its weights are stored in; of a checkpoint, whose masters are fp32, the 16 bits in
+        which it was trained, but for a CPU. Of any other "fp32".
         """
-        import torch
-
         if not (self.directory / "config.json").is_file():
-            halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
             trained = read_manifest(self.directory).facts.get("precision")
-            return None if device == "cpu" else halves.get(str(trained))
+            return trained if trained in ("bf16", "fp16") and device != "cpu" else "fp32"
         from safetensors import SafetensorError, safe_open
 
         sizes: Counter[str] = Counter()
@@ -56,8 +53,7 @@ class FoundModel(NamedTuple):
                     for name in tensors.keys():  # noqa: SIM118 (this is no dict)
                         part = tensors.get_slice(name)
                         sizes[part.get_dtype()] += math.prod(part.get_shape())
-        dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        return dtypes.get(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
+        return {"F16": "fp16", "BF16": "bf16"}.get(max(sizes, key=sizes.__getitem__, default=""), "fp32")
 
     def open(self, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
         """Read it. Raises as `open_model` does."""
@@ -88,9 +84,8 @@ def find_model(path: Path | str) -> FoundModel:
     if not path.exists():
         raise no_model(path)
     if path.is_file():
-        what, why = "this file is no model", "of models that are one file only .gguf is read"
         fix = "give its directory: an ONNX artifact, a Hugging Face directory, a run or a checkpoint"
-        raise WrongUse(what, where=path, why=why, fix=fix)
+        raise WrongUse("this file is no model", where=path, why="of single files only .gguf is read", fix=fix)
     if not (path / "config.json").is_file():
         if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine", "gguf"):
             what = f"a torch model is needed, this is an artifact of kind {kind}"
@@ -104,8 +99,8 @@ def find_model(path: Path | str) -> FoundModel:
 
 
 def open_model(path: Path | str, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
-    """The torch model at `path`; of a run its latest checkpoint. Raises WrongUse when there is none, Refused when a
-    file of it is cut or changed or the model is of a kind that ours cannot express.
+    """The torch model at `path`; of a run its latest checkpoint. Raises WrongUse when there is none, Refused for one
+    that is cut or changed or of a kind that ours cannot express.
     """
     return find_model(path).open(device, dtype)
 
@@ -130,11 +125,9 @@ def pick_device(wanted: str, where: str = "--device") -> str:
     return f"cuda:{number}"
 
 
-def pick_dtype(wanted: str, stored: "torch.dtype | None", device: str) -> "torch.dtype":
-    """The dtype of a torch model. "auto" is the one the weights are stored in, where the device computes in it;
-    else fp16 for bf16 on a GPU without it, and fp32.
-
-    Raises Refused when the device cannot compute in the dtype that was asked for.
+def pick_dtype(wanted: str, stored: str, device: str) -> "torch.dtype":
+    """The dtype of a torch model. "auto" is the one the weights are stored in, where the device computes in it; else
+    fp16 for bf16 on a GPU, and fp32. Raises Refused when the device cannot compute in the one that was asked for.
     """
     import torch
 
@@ -142,7 +135,7 @@ def pick_dtype(wanted: str, stored: "torch.dtype | None", device: str) -> "torch
 
     by_name = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     if wanted not in ("auto", *by_name):
-        fix = f"give auto or one of {', '.join(by_name)}"
+        fix = f"give auto, {', '.join(by_name)}"
         raise WrongUse(f"no dtype is called {wanted!r}", where="--dtype", fix=fix)
     native: tuple[str, ...] = machine().cpu.dtypes
     if device != "cpu":
@@ -152,10 +145,9 @@ def pick_dtype(wanted: str, stored: "torch.dtype | None", device: str) -> "torch
             check_dtype(wanted, "cuda", capability=capability, name=torch.cuda.get_device_name(device))
     if wanted != "auto":
         return by_name[wanted]
-    name = next((name for name, dtype in by_name.items() if dtype == stored), "fp32")
-    if name not in native:
-        name = "fp16" if name == "bf16" and "fp16" in native and device != "cpu" else "fp32"
-    return by_name[name]
+    if stored not in native:
+        stored = "fp16" if stored == "bf16" and "fp16" in native and device != "cpu" else "fp32"
+    return by_name[stored]
 
 
 def check_options(options: BackendOptions, kind: str, runtimes: tuple[str, ...]) -> str:
@@ -183,7 +175,6 @@ class Loaded:
 
     @property
     def family(self) -> str:
-        """One of "gpt" and "bert"."""
         return family_of(self.config)
 
     @property

@@ -13,7 +13,6 @@ computes with ONNX Runtime.
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,16 +43,13 @@ def load_library(name: str) -> Any:
 
 def check_engine(manifest: Manifest, where: Path, library: Any, capability: Callable[[], str]) -> None:
     """Raise Refused, with the command that builds it again, when an engine is not for this library and GPU."""
-    facts = manifest.facts
-    fix = f"build it again here: {manifest.command}"
-    for what, built, here in (
-        ("library", facts["library"], library.__name__),
-        ("version", facts["library_version"], library.__version__),
-        ("compute capability", facts["compute_capability"], capability()),
-    ):
-        if built != here:
-            why = f"it was built for {built}, here is {here}"
-            raise Refused(f"this engine was built for another {what}", where=where, why=why, fix=fix)
+    here = {"library": library.__name__, "library_version": library.__version__}
+    for what, value in (here | {"compute_capability": capability()}).items():
+        if (built := manifest.facts[what]) != value:
+            name = what.removeprefix("library_").replace("_", " ")
+            why = f"it was built for {built}, here is {value}"
+            fix = f"build it again here: {manifest.command}"
+            raise Refused(f"this engine was built for another {name}", where=where, why=why, fix=fix)
 
 
 def gpu_facts(device: str = "cuda:0") -> dict[str, Any]:
@@ -74,11 +70,7 @@ TYPES = {"HALF": "float16", "FLOAT": "float32", "INT64": "int64"}  # TensorRT's 
 
 
 def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "EngineSession":
-    """The engine artifact at `path`, ready to run on a GPU.
-
-    Raises Refused, with the command that builds it again, when it is for another library version or compute
-    capability, WrongUse without a GPU, MissingExtra without the library.
-    """
+    """The engine at `path`, ready to run. Raises WrongUse without a GPU, MissingExtra, and as `check_engine`."""
     if wanted == "cpu":
         fix = "run it on the machine that has the GPU; the model that it was built from runs here"
         raise WrongUse("an engine needs a GPU", where="--device cpu", fix=fix)
@@ -126,14 +118,11 @@ class EngineSession:
         self._strategies = getattr(library, "CudaGraphStrategy", None)  # of TensorRT-RTX alone
         self._capture = capture if self._strategies is None else None
         self.capture_failures = 0
-        self._stream: Any = None
-        if device != "cpu":
-            self._stream = torch.cuda.Stream(device)
-        with self._here():
+        self._stream: Any = torch.cuda.Stream(device) if device != "cpu" else None
+        with torch.cuda.stream(self._stream):
             self._runtime = library.Runtime(library.Logger(library.Logger.ERROR))
-            self._engine = engine = self._done(
-                self._runtime.deserialize_cuda_engine(plan), "load this engine"
-            )
+            loaded = self._runtime.deserialize_cuda_engine(plan)
+            self._engine = engine = self._done(loaded, "load this engine")
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         reads = library.TensorIOMode.INPUT
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == reads]
@@ -163,7 +152,7 @@ class EngineSession:
 
     def run_with_iobinding(self, binding: Binding) -> None:
         """Run on the bound memory and wait for it; from the third run on as a CUDA graph."""
-        with self._here():
+        with torch.cuda.stream(self._stream):
             if binding.replay is not None:
                 binding.replay()
             else:
@@ -229,10 +218,6 @@ class EngineSession:
             fix = "see what it printed; a GPU with too little free memory is the usual reason, else build it again here"
             raise Refused(f"TensorRT could not {what}", where=self._where, fix=fix)
         return answer
-
-    def _here(self) -> AbstractContextManager[Any]:
-        """The session's device and stream."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _handle(self) -> int:
         return 0 if self._stream is None else self._stream.cuda_stream

@@ -1,7 +1,6 @@
 """The torch backends: the modules behind the protocols, and what every export is compared with."""
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from ...models.attention import KeyValueCache
 from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT
 from ...models.layers import Attention
-from .packed import DecodeGraphs, Packed, Steps, packed_logits
+from .packed import DecodeGraphs, Packed, packed_logits
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -34,9 +33,7 @@ class TorchCausal:
         heads = config.layers * config.key_value_heads
         self.token_bytes = 2 * heads * config.head_size * like.element_size()
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
-        self._held = WeakKeyDictionary[KeyValueCache, dict[int, int]]()  # tokens of each row
         self.graphs: DecodeGraphs | None = None
-        self._steps = WeakKeyDictionary[KeyValueCache, Steps]()
         self.limits = Limits()
         if like.is_cuda:
             attention_cuda.take_newest(like.device)
@@ -50,11 +47,9 @@ class TorchCausal:
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
-        held = self._held.setdefault(cache, {})
-        held |= {span.row: max(held.get(span.row, 0), span.past + len(span.ids)) for span in spans}
-        logits_NV = None
-        if self.graphs is not None:
-            logits_NV = self.graphs.logits(spans, cache, held, self._steps.setdefault(cache, {}))
+        for span in spans:
+            cache.held[span.row] = max(cache.held[span.row], span.past + len(span.ids))
+        logits_NV = None if self.graphs is None else self.graphs.logits(spans, cache)
         if logits_NV is None:
             packed = Packed.of(spans, cache, self.model.config)
             logits_NV = packed_logits(self.model, self._attentions, packed)
@@ -68,10 +63,9 @@ class TorchCausal:
         """See `core.backend.CausalBackend.free_row`. Zeros from this place on: a number that is not finite would reach
         the next sequence and its neighbours through places that they do not look at, as zero times NaN is NaN.
         """
-        held = self._held.setdefault(cache, {})
         for store in (cache.keys_LBGTD, cache.values_LBGTD):
-            store[:, row, :, first : held.get(row, 0)] = 0
-        held[row] = first
+            store[:, row, :, first : cache.held[row]] = 0
+        cache.held[row] = first
 
     def save_row(self, cache: KeyValueCache, row: int, tokens: int) -> list[torch.Tensor]:
         return [store[:, row, :, :tokens].clone() for store in (cache.keys_LBGTD, cache.values_LBGTD)]

@@ -41,12 +41,12 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "stored", "wanted", "expected"),
     [
-        ((7, 5), torch.bfloat16, "auto", torch.float16),  # a T4 has no bf16
-        ((7, 5), torch.float16, "auto", torch.float16),
-        ((8, 0), torch.bfloat16, "auto", torch.bfloat16),
-        ((8, 0), torch.float32, "auto", torch.float32),
-        ((7, 5), torch.float32, "fp16", torch.float16),
-        ((6, 1), torch.float16, "auto", torch.float32),
+        ((7, 5), "bf16", "auto", torch.float16),  # a T4 has no bf16
+        ((7, 5), "fp16", "auto", torch.float16),
+        ((8, 0), "bf16", "auto", torch.bfloat16),
+        ((8, 0), "fp32", "auto", torch.float32),
+        ((7, 5), "fp32", "fp16", torch.float16),
+        ((6, 1), "fp16", "auto", torch.float32),
     ],
 )
 def test_dtypes_a_gpu_computes_in(monkeypatch, capability, stored, wanted, expected) -> None:

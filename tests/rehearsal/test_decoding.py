@@ -54,9 +54,7 @@ def test_each_number_of_rows_and_places_is_captured_once():
     for past in (10, 200, 300, 600, 1000):
         for rows in (1, 2, 3, 4, 5, 6):
             backend.step(spans([1] * rows, past), cache)
-    assert sorted(backend._steps[cache]) == [
-        (rows, seen) for rows in (1, 2, 4, 6) for seen in (256, 512, 1024)
-    ]
+    assert sorted(cache.steps) == [(rows, seen) for rows in (1, 2, 4, 6) for seen in (256, 512, 1024)]
 
 
 def test_what_cannot_be_captured_is_launched():
@@ -84,9 +82,9 @@ def test_slots_answer_by_replays(sound):
             batch.step()
     assert not batch.failed and not backend.graphs.failures and seen.counted["graphs"] > 5
     files = Counter({place.split(":")[0]: count for place, count in seen.waits.items()})
-    assert files.keys() == {"slots.py", "packed.py"} and files["packed.py"] == len(
-        backend._steps[batch._cache]
-    ), "chosen ids, and the making of a graph"
+    assert files.keys() == {"slots.py", "packed.py"} and files["packed.py"] == len(batch._cache.steps), (
+        "chosen ids, and the making of a graph"
+    )
 
 
 def test_rows_are_as_many_as_fit():
