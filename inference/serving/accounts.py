@@ -36,6 +36,7 @@ class ServerLimits:
 
     slots: int = 8
     speculate: int = 0  # tokens of an answer that are guessed ahead
+    draft: Path | None = None  # the model that guesses; None: the text so far
     queue: int = 256
     body_bytes: int = 4_000_000
     bodies_bytes: int = 64_000_000  # of all requests together
@@ -157,6 +158,8 @@ class Telemetry:
             Gauge("throughline_active", "Answers in the making.", **by_model): "active",
             Gauge("throughline_restarts_total", "Starts of dead processes.", **by_model): "restarts",
             Gauge("throughline_failed_total", "Answers that the model failed to give.", **by_model): "failed",
+            Gauge("throughline_guessed_total", "Tokens that were guessed ahead.", **by_model): "guessed",
+            Gauge("throughline_guessed_right_total", "Of them, those taken.", **by_model): "right",
         }
         # A metric with its labels; remembered, because looking it up costs more than counting.
         self.of = lru_cache(None)(lambda metric, *labels: metric.labels(*labels))

@@ -32,6 +32,7 @@ class Open(msgspec.Struct, tag=True):
     slots: int
     options: BackendOptions
     speculate: int = 0
+    draft: str = ""  # the model that guesses
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -92,6 +93,8 @@ class Turn(msgspec.Struct, tag=True):
     """What a step of a batch made; nothing is a sign of life."""
 
     made: list[Made]
+    guessed: int = 0  # tokens ahead
+    right: int = 0  # of them
 
 
 class Read(msgspec.Struct, tag=True):

@@ -1,5 +1,8 @@
 """Jobs of making text, as they come from an HTTP body, a file or a task, and each on its way: the tokens and the text
 that it has made, what may come next, and guesses at it. The batch in which they take turns is `slots`.
+
+A guess is kept where the model itself chooses that token, drawn or most probable: the rule of Leviathan et al. (2023,
+section 2.3) for a proposal that is certain. So guesses change no answer, nor what a seed gives.
 """
 
 import json
@@ -14,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from ...core.backend import CausalBackend, Span
 from ...core.errors import Failed, WrongUse, extra
 from ...data.tokenizer import Tokenizer
 from ..runtimes.sampling import GREEDY, SEEDS, Chooser, Sampling
@@ -21,23 +25,21 @@ from ..runtimes.sampling import GREEDY, SEEDS, Chooser, Sampling
 NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
 REPLACEMENT = "\ufffd"
 OPEN_TOKENS = 64  # beyond which a character that is still cut is none
-ENDS = (4, 3, 2)  # tokens that must have come before for a guess
+ENDS = (4, 3, 2)  # tokens that must have come before for a guess by what followed
 GRAMMARS = 32  # that are remembered
 
 
 class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
-    """Answers to make to one prompt: all that anybody says of them, from the HTTP body to the slots.
-
-    `logprobs`: also the k most probable tokens of every step; None = no probabilities at all.
-    `prompt_logprobs`: the same for the tokens of the prompt, which is then read anew (no prefix is reused); with
-    it `max_tokens` may be 0.
-    """
+    """Answers to make to one prompt: all that anybody says of them, from the HTTP body to the slots."""
 
     prompt_ids: np.ndarray  # (S,), at least one token
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None
+    logprobs: int | None = (
+        None  # also the k most probable tokens of every step; None = no probabilities at all
+    )
+    # The same of the prompt, which is then read anew (no prefix is reused); with it `max_tokens` may be 0.
     prompt_logprobs: int | None = None
     constraint: dict[str, Any] | None = None  # {"json": schema} or {"regex": expression}
     n: int = 1  # answers, whose seeds are one apart
@@ -47,7 +49,6 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer besides the end-of-text token
 
     def each(self) -> list["Job"]:
-        """The answers as jobs of one."""
         seed = self.sampling.seed
         seeds = [None if seed is None else (seed + copy) % SEEDS for copy in range(self.n)]
         return [replace(self, n=1, sampling=replace(self.sampling, seed=seed)) for seed in seeds]
@@ -59,9 +60,8 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
 
     @property
     def plain(self) -> bool:
-        """Whether each token is the model's most probable one, and no more is asked of it."""
-        chosen = self.sampling.temperature > 0 or self.sampling.counts_tokens or self.sampling.logit_bias
-        return not chosen and self.logprobs is None and self.constraint is None
+        """Whether the choice of a token depends on those before it only through the model."""
+        return not self.sampling.counts_tokens and self.logprobs is None and self.constraint is None
 
     def check(self, context: int) -> None:
         """Refuse a job that is empty or longer than the model's context."""
@@ -175,8 +175,9 @@ class Sequence:
     made: list[int] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)  # with probabilities, when they are asked for
     began_s: float = 0.0  # time.monotonic() when it got its row
-    reach: int = 0  # tokens that are guessed ahead at most: more after a good guess, none if not greedy
+    reach: int = 0  # tokens that are guessed ahead at most: more after a good guess, none if it is not plain
     guesses: list[int] = field(default_factory=list)  # of this step, behind its newest token
+    drafted: int = 0  # tokens in the cache of a draft model
 
     @property
     def ready(self) -> bool:
@@ -188,10 +189,13 @@ class Sequence:
         """Whether some of its prompt is still to be read."""
         return self.past < len(self.job.prompt_ids)
 
+    def known(self) -> np.ndarray:
+        """Its ids so far, of the prompt and the answer."""
+        return np.concatenate((self.job.prompt_ids, np.array(self.made, np.int64)))
+
     def held(self) -> np.ndarray:
-        """The ids that its cache row holds."""
-        answer = self.made[: max(0, self.past - len(self.job.prompt_ids))]
-        return np.concatenate((self.job.prompt_ids[: self.past], np.array(answer, np.int64)))
+        """Those of them that its cache row holds."""
+        return self.known()[: self.past]
 
     def accept(self, token: Token) -> TextDelta:
         """Add a token and say what it means for the answer; with the first one also what is known of the prompt."""
@@ -225,23 +229,58 @@ class Sequence:
             allowed_V = others_V if others_V.any() else allowed_V
         self.chooser.allowed_V = allowed_V
 
-    def guess(self) -> list[int]:
-        """Its next tokens as they followed the last time: `guesses`."""
-        most = min(self.reach, self.job.max_tokens - len(self.made) - 1)
-        if most > 0 and len(self.made) >= self.job.min_tokens:
-            ids = np.concatenate((self.job.prompt_ids, np.array(self.made, np.int64)))
-            self.guesses = look_up(ids, most).tolist()
-        return self.guesses
+    @property
+    def room(self) -> int:
+        """Tokens that may be guessed behind its newest one."""
+        if len(self.made) < max(self.job.min_tokens, 1):
+            return 0
+        return min(self.reach, self.job.max_tokens - len(self.made) - 1)
 
 
-def look_up(ids_S: np.ndarray, most: int) -> np.ndarray:
+def look_up(ids_S: np.ndarray, most: int) -> list[int]:
     """What followed when a sequence last had its longest known end, again and again where it is short."""
     for size in ENDS:
-        if len(ids_S) > size:
+        if most > 0 and len(ids_S) > size:
             windows = np.lib.stride_tricks.sliding_window_view(ids_S[:-1], size)
             if len(found := np.flatnonzero((windows == ids_S[-size:]).all(1))):
-                return np.resize(ids_S[int(found[-1]) + size :], most)
-    return ids_S[:0]
+                return np.resize(ids_S[int(found[-1]) + size :], most).tolist()
+    return []
+
+
+class Draft:
+    """A smaller model with a cache row for each of the batch's; `vocab_size` as for the batch."""
+
+    def __init__(self, backend: CausalBackend, rows: int, vocab_size: int) -> None:
+        self._backend, self._cache, self._vocab_size = backend, backend.new_cache(rows), vocab_size
+
+    def guess(self, live: list[Sequence], budget: int) -> None:
+        """Guess for those whose text it knows to the end; of the others it reads on, so many tokens in all."""
+        spans = []
+        for row, one in enumerate(live):
+            ids, most = one.known(), one.room
+            one.drafted = min(one.drafted, len(ids) - (most > 0))  # behind it stands what was guessed wrong
+            new = ids[one.drafted : one.drafted + budget]
+            if one.reach and len(new) and len(ids) + most <= self._backend.context:
+                whole = one.drafted + len(new) == len(ids)
+                spans.append(Span(row, one.drafted, new, int(whole and most > 0)))
+                budget -= len(new)
+        while spans:
+            best = self._backend.step(spans, self._cache)[:, : self._vocab_size].argmax(1).tolist()
+            for span in spans:
+                live[span.row].drafted = span.past + len(span.ids)
+            further = []
+            for token_id, span in zip(best, [span for span in spans if span.asked]):
+                one = live[span.row]
+                one.guesses.append(token_id)
+                if len(one.guesses) < one.room:
+                    further.append(Span(span.row, one.drafted, np.array([token_id], np.int64)))
+            spans = further
+
+    def leave(self, row: int, last: int, tokens: int) -> None:
+        """A sequence has left; the last row, which holds so many tokens, moves into its place."""
+        if row != last:
+            self._backend.copy_row(self._cache, last, row, tokens)
+        self._backend.free_row(self._cache, last)
 
 
 class Grammars:

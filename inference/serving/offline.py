@@ -26,7 +26,7 @@ from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
 from ...data.records import read_records
 from ...data.tokenizer import Tokenizer
-from ..runtimes.backends import Loaded, open_backend
+from ..runtimes.backends import Loaded, open_text_model
 from ..runtimes.sampling import Sampling
 from .encoding import Reader, embed
 from .generation import Job, TextDelta, prompt_ids
@@ -37,17 +37,6 @@ EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
 Record = tuple[int, dict[str, Any]]
 Answers = Callable[[Iterator[Record]], Iterator[Record]]
 Cut = Callable[[str], list[str]] | None  # a text into pieces
-
-
-def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:
-    """The model at `path` with its tokenizer. Raises WrongUse when it is of the other family or has none."""
-    loaded = open_backend(path, options)
-    if loaded.family != family:
-        needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT"
-        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}")
-    if loaded.tokenizer is None:
-        raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
-    return loaded, Tokenizer.load(loaded.tokenizer)
 
 
 def open_reader(

@@ -68,6 +68,7 @@ class Remote:
         self.limits, self.places = limits, limits.slots + limits.queue
         self.ready = False  # for work
         self.restarts = self.failed = 0  # processes, answers
+        self.guessed = self.right = 0  # tokens ahead, and of them
         self.accepted = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: asyncio.Transport | None = None
@@ -155,7 +156,8 @@ class Remote:
 
         end = partial(ended.set_result, None)
         self._connection, _ = await loop.create_connection(lambda: Messages(self._route, end), sock=ours)
-        opening = Open(self.name, self.path, self.limits.slots, self._options, self.limits.speculate)
+        guessing = self.limits.speculate, str(self.limits.draft or "")
+        opening = Open(self.name, self.path, self.limits.slots, self._options, *guessing)
         self._connection.write(pack(opening))
         limit_s = self.limits.load_s
         await asyncio.wait((opened, ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -217,6 +219,8 @@ class Remote:
         """Hand a message of the process to those who wait for it."""
         self._silent_s = 0
         if isinstance(message, Turn):
+            self.guessed += message.guessed
+            self.right += message.right
             for made in message.made:
                 self._answer(made.number, made, made.deltas[-1].finish is not None)
         elif isinstance(message, Read):

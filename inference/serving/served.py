@@ -82,7 +82,7 @@ class ServedModel:
         return any(remote.ready for remote in self.remotes)
 
     def count(self, what: str) -> int:
-        """`accepted`, `queued`, `active`, `restarts` or `failed` of all processes."""
+        """`accepted`, `queued`, `active`, `restarts`, `failed`, `guessed` or `right` of all processes."""
         return sum(getattr(remote, what) for remote in self.remotes)
 
     def free(self, answers: int) -> Remote:

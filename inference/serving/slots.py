@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...core.backend import CausalBackend, Span, library
+from ...core.console import warn
 from ...core.errors import Failed
 from ..runtimes.sampling import Chooser, beside, choose, probabilities
-from .generation import Guide, Job, Sequence, TextDelta, TextStream, Token
+from .generation import Draft, Guide, Job, Sequence, TextDelta, TextStream, Token, look_up
 
 LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
@@ -63,8 +64,7 @@ class Prefixes:
         self.kept = {key: one for key, one in self.kept.items() if shares.get(key) != len(one[0])}
         while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
             del self.kept[next(iter(self.kept))]
-        if (saved := self._backend.save_row(cache, row, tokens)) is not None:
-            self.kept[tenant, ids.tobytes()] = (ids, saved)
+        self.kept[tenant, ids.tobytes()] = ids, self._backend.save_row(cache, row, tokens)
 
 
 class SlotBatch:
@@ -72,8 +72,8 @@ class SlotBatch:
 
     `vocab_size`: the tokenizer's, when smaller than the model's, whose padding rows then are never chosen;
     probabilities are those of the model, as in evaluation. `eos_id` ends an answer.
-    `prefix_bytes`: memory for finished sequences that later prompts may begin with. `speculate`: most tokens of a
-    greedy answer that are guessed ahead and checked in one step.
+    `prefix_bytes`: memory for finished sequences that later prompts may begin with. `speculate`: most tokens of an
+    answer that are guessed ahead and checked in one step, by the model `draft` if there is one.
     """
 
     def __init__(
@@ -85,12 +85,16 @@ class SlotBatch:
         eos_id: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
         speculate: int = 0,
+        draft: CausalBackend | None = None,
     ) -> None:
         self._speculate = speculate
-        self.backend, self.slots = backend, min(slots, backend.limits.rows or slots)
+        self.guessed = self.right = 0  # tokens since somebody asked, and those of them that were taken
+        limits = backend.limits.within(draft.limits) if draft else backend.limits
+        self.backend, self.slots = backend, min(slots, limits.rows or slots)
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
         self._decode, self._eos = decode, frozenset(() if eos_id is None else (eos_id,))
         self._cache = backend.new_cache(self.slots)
+        self._draft = Draft(draft, self.slots, self._vocab_size) if draft else None
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
         self._prefixes = Prefixes(backend, prefix_bytes)
         self.waiting: list[Sequence] = []
@@ -156,11 +160,12 @@ class SlotBatch:
         budget = CHUNK_TOKENS if decoding else IDLE_CHUNK_TOKENS
         budget = budget if self.backend.device == "cpu" else GPU_CHUNK_TOKENS
         budget = min(budget, self.backend.limits.tokens or budget)
-        guessing = self.backend.device != "cpu" or len(self._live) <= GUESSING_ROWS
+        if self.backend.device != "cpu" or len(self._live) <= GUESSING_ROWS:
+            self._guess(budget)
         planned = []
         for row, sequence in enumerate(self._live):
             if not sequence.filling:
-                ids = np.array([sequence.made[-1], *(sequence.guess() if guessing else ())], np.int64)
+                ids = np.array([sequence.made[-1], *sequence.guesses], np.int64)
                 asked = len(ids)
             elif budget:
                 whole = sequence.job.prompt_logprobs is not None
@@ -173,6 +178,18 @@ class SlotBatch:
                 continue
             planned.append((sequence, Span(row, sequence.past, ids, asked)))
         return planned
+
+    def _guess(self, budget: int) -> None:
+        """Fill the `guesses` of answers that are to be guessed ahead."""
+        try:
+            if self._draft is not None:
+                self._draft.guess(self._live, budget)
+            elif self._speculate:
+                for sequence in self._live:
+                    sequence.guesses = look_up(sequence.known(), sequence.room)
+        except Exception as error:
+            warn(f"the draft model is left out from here on: {type(error).__name__}: {error}")
+            self._draft = None
 
     def _admit(self) -> None:
         """Give rows to those who wait, in order; who shares a prompt that is being read waits for it."""
@@ -254,6 +271,7 @@ class SlotBatch:
         if lines != list(range(len(logits_NV))):
             logits_NV = logits_NV[beside(logits_NV, np.array(lines, np.int64))]
         choosers = [sequence.chooser for sequence, own in sound for _ in own if sequence.chooser is not None]
+        before = [chooser.draws.bit_generator.state for chooser in choosers] if self._speculate else []
         chosen = choose(logits_NV[:, : self._vocab_size], choosers)
         tokens = [Token(i) for i in chosen.tolist()]
         told = [(own.start, one.job.logprobs) for one, own in sound if one.job.logprobs is not None]
@@ -276,6 +294,10 @@ class SlotBatch:
             except Exception as error:
                 self.failed.append((sequence, error))
             if guesses:
+                draws = choosers[own.start].draws
+                draws.bit_generator.state = before[own.start]
+                draws.random(taken + 1)  # those behind a wrong guess were of no token
+                self.guessed, self.right = self.guessed + len(guesses), self.right + taken
                 sequence.past += taken
                 sequence.guesses, sequence.reach = [], min(self._speculate, 2 * taken + 1)
         return deltas
@@ -292,6 +314,8 @@ class SlotBatch:
                 self._live[row] = last
                 self.backend.copy_row(self._cache, len(self._live), row, last.past)
             self.backend.free_row(self._cache, len(self._live))
+            if self._draft is not None:
+                self._draft.leave(row, len(self._live), last.drafted)
 
 
 def in_halves(

@@ -13,18 +13,18 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...core.backend import EncoderBackend, Limits, log_softmax
+from ...core.backend import CausalBackend, EncoderBackend, Limits, log_softmax
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
-from ..runtimes.backends import Loaded, open_backend
+from ..runtimes.backends import Loaded, open_text_model
 from ..runtimes.bench import call_of
 from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
@@ -88,21 +88,17 @@ class CausalEngine(SlotBatch):
 
     def turn(self) -> list[Message]:
         """One step of work on what is queued and begun."""
-        turn, many = Turn([]), list[Message]()
-        deltas = self.step()
+        deltas, made = self.step(), []
         rows = len({id(sequence) for sequence, _ in deltas})
         for sequence, delta in deltas:
             sequence.untold.append(delta)
             if delta.finish or not sequence.job.whole or len(sequence.untold) == TOLD_TOGETHER:
-                made = Made(sequence.owner, sequence.began_s, rows, sequence.untold)
-                if len(sequence.untold) == 1:
-                    turn.made.append(made)
-                else:
-                    many.append(Turn([made]))
+                made.append(Made(sequence.owner, sequence.began_s, rows, sequence.untold))
                 sequence.untold = []
-        many += [Broken.of(error, [sequence.owner]) for sequence, error in self.failed]
-        self.failed = []
-        return [turn, *many] if turn.made else many
+        told: list[Message] = [Turn(made, self.guessed, self.right)] if made or self.guessed else []
+        told += [Broken.of(error, [sequence.owner]) for sequence, error in self.failed]
+        self.failed, self.guessed, self.right = [], 0, 0
+        return told
 
 
 class EncoderEngine:
@@ -161,16 +157,16 @@ class WorkerModel:
 
     def __init__(self, opening: Open, say: Callable[..., None]) -> None:
         self._say = say
-        self.loaded = open_backend(opening.path, opening.options)
-        if self.loaded.tokenizer is None:
-            fix = "put the one that it was trained with beside the weights"
-            raise WrongUse("this model has no tokenizer.json", where=self.loaded.input.path, fix=fix)
-        self.tokenizer = tokenizer = Tokenizer.load(self.loaded.tokenizer)
+        self.loaded, tokenizer = open_text_model(opening.path, "", opening.options)
+        self.tokenizer = tokenizer
         self._outputs = warm_up(self.loaded)
         self.engine: CausalEngine | EncoderEngine
         if self.loaded.causal is not None:
             rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id, PREFIX_BYTES, opening.speculate
-            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest)
+            draft = open_draft(opening, tokenizer) if opening.draft else None
+            if draft is not None:
+                draft.context = min(draft.context, self.loaded.causal.context)
+            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest, draft)
             if engine.slots < opening.slots:
                 fitting = f"{engine.slots} sequences at a time, as many as fit, not {opening.slots}"
                 warn(f"{opening.name}: {fitting}")
@@ -230,6 +226,19 @@ class WorkerModel:
 
     def _guide(self, constraint: dict[str, Any]) -> Guide:
         return self._grammars().guide(constraint)
+
+
+def open_draft(opening: Open, tokenizer: Tokenizer) -> CausalBackend:
+    """The model that guesses. Raises WrongUse for one that is no GPT or has another vocabulary."""
+    options = replace(opening.options, context=None, runtime="own", dtype="auto")
+    loaded, own = open_text_model(opening.draft, "gpt", options)
+    if differing := own.vocab.items() ^ tokenizer.vocab.items():
+        text, number = min(differing, key=lambda one: one[1])
+        why = f"token {number} ({text!r}) is not the same in {opening.path}"
+        fix = "give a model that was trained with the same tokenizer.json"
+        raise WrongUse("the draft model has another vocabulary", where=opening.draft, why=why, fix=fix)
+    assert loaded.causal is not None
+    return loaded.causal
 
 
 def warm_up(loaded: Loaded) -> list[str]:

@@ -10,12 +10,16 @@ import pytest
 import torch
 from small_models import opinionated_model, read
 from throughline.core.backend import ALL, BackendOptions, CausalBackend, Span, log_softmax
+from throughline.core.errors import WrongUse
+from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.runtimes.sampling import Sampling
+from throughline.inference.runtimes.sampling import Sampling, choose
 from throughline.inference.runtimes.torch_backend import TorchCausal
 from throughline.inference.serving import slots
+from throughline.inference.serving.channel import Open
 from throughline.inference.serving.generation import Guide, Job, TextDelta, look_up
 from throughline.inference.serving.slots import SlotBatch, common
+from throughline.inference.serving.worker import open_draft
 from throughline.models.config import GPTConfig
 
 CPU = BackendOptions(device="cpu", threads=1)
@@ -196,7 +200,7 @@ def test_a_long_row_leaves_no_capacity_behind(gpt_onnx: Path) -> None:
 
     batch = SlotBatch(backend, nothing, 2)
     cache = batch._cache
-    cache.resize(16)
+    backend._resize(cache, 16)
     step, module.CAPACITY_STEP = module.CAPACITY_STEP, 16
     try:
         long, short = run(batch, Job(np.arange(100), 2), Job(np.arange(5), 12))
@@ -241,12 +245,24 @@ def test_a_pattern_is_kept_in_a_step_of_many(kind: str) -> None:
             np.testing.assert_allclose(logits, whole[0, -1], atol=1e-4 * float(whole.abs().max()))
 
 
+def drafting(gpt_dir: Path, noise: float) -> CausalBackend:
+    """The model itself with a shorter context and weights that are off by so many of their deviations."""
+    draft = open_backend(gpt_dir, BackendOptions("cpu", runtime="torch", context=90)).causal
+    assert isinstance(draft, TorchCausal)
+    with torch.no_grad():
+        for number, parameter in enumerate(draft.model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_guessing_ahead_changes_no_token(
-    backend: CausalBackend, seed: int, monkeypatch: pytest.MonkeyPatch
+    backend: CausalBackend, gpt_dir: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers of every kind side by side, to prompts that repeat themselves: tokens, texts and ends are those of single
-    steps, and what is kept of a finished answer serves the next one.
+    steps, and what is kept of a finished answer serves the next one. The text so far guesses, or a model that is right
+    always, at times or hardly ever.
     """
     monkeypatch.setattr(slots, "GUESSING_ROWS", 4)
     draw = np.random.default_rng(seed)
@@ -267,21 +283,79 @@ def test_guessing_ahead_changes_no_token(
     def decode(ids: list[int]) -> str:
         return "".join(chr(97 + i % 26) for i in ids)
 
-    def answers(speculate: int) -> tuple[list, int]:
+    def answers(speculate: int, draft: CausalBackend | None = None) -> tuple[list, int, float]:
         counting = Counting(backend)
-        batch = SlotBatch(counting, decode, 4, eos_id=0, speculate=speculate)
+        batch = SlotBatch(counting, decode, 4, eos_id=0, speculate=speculate, draft=draft)
         found = run(batch, *jobs) + run(batch, *jobs[::-1])
         assert not batch.failed
         told = [
             (ids_of(deltas), "".join(delta.text for delta in deltas), deltas[-1].finish, len(deltas))
             for deltas in found
         ]
-        return told, counting.calls
+        return told, counting.calls, batch.right / max(batch.guessed, 1)
 
-    plain, steps = answers(0)
+    plain, steps, _ = answers(0)
     for speculate in (1, 8):
-        told, fewer = answers(speculate)
+        told, fewer, _ = answers(speculate)
         assert told == plain and fewer <= steps
+    noise = (0.0, 0.02, 5.0)[seed % 3]
+    told, fewer, right = answers(4, drafting(gpt_dir, noise))
+    assert told == plain and fewer <= steps - (noise < 1)
+    # Greedy guesses at drawn tokens are wrong at times, and the last guesses of a text that ends count as wrong.
+    assert right > 0.5 if noise == 0 else right < 0.9
+
+
+def test_guesses_that_nobody_checked_are_another_text(
+    backend: CausalBackend, gpt_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault that the test above would see."""
+    job = Job(np.arange(5), 40)
+    plain = ids_of(run(SlotBatch(backend, nothing, 1), job)[0])
+    batch = SlotBatch(backend, nothing, 1, prefix_bytes=0, speculate=4, draft=drafting(gpt_dir, 5.0))
+    assert ids_of(run(batch, job)[0]) == plain and 0 <= batch.right < batch.guessed
+
+    def unchecked(logits_NV: np.ndarray, choosers: list) -> np.ndarray:
+        ids_N = choose(logits_NV, choosers)
+        guesses = batch._live[0].guesses
+        ids_N[: len(guesses)] = guesses
+        return ids_N
+
+    monkeypatch.setattr(slots, "choose", unchecked)
+    assert ids_of(run(batch, job)[0]) != plain
+
+
+def test_a_draft_model_that_fails_is_left_out(backend: CausalBackend, gpt_dir: Path) -> None:
+    draft = drafting(gpt_dir, 0.0)
+    draft.step = Counts  # takes no spans
+    (deltas,) = run(SlotBatch(backend, nothing, 1, speculate=4, draft=draft), Job(np.arange(5), 9))
+    assert ids_of(deltas) == ids_of(run(SlotBatch(backend, nothing, 1), Job(np.arange(5), 9))[0])
+
+
+def test_a_server_counts_what_its_draft_model_guesses(
+    gpt_onnx: Path, gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+
+    async def body(found) -> None:
+        texts.append((await found.complete(prompt="The quick", max_tokens=20))["choices"][0]["text"])
+        remote = found.remote()
+        assert (remote.guessed > 0) == (remote.right > 0) == (len(texts) == 2)
+        page = (await found.client.get("/metrics")).text
+        assert f'throughline_guessed_right_total{{model="gpt"}} {float(remote.right)}' in page
+
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body)
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, speculate=4, draft=gpt_dir)
+    assert texts[0] == texts[1]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    gpt_dir: Path, chat_dir: Path, bert_dir: Path
+) -> None:
+    tokenizer = Tokenizer.load(gpt_dir)
+    with pytest.raises(WrongUse, match=r"(?s)another vocabulary.*im_start.*same tokenizer"):
+        open_draft(Open("gpt", str(gpt_dir), 1, CPU, 4, str(chat_dir)), tokenizer)
+    with pytest.raises(WrongUse, match="needs a GPT"):
+        open_draft(Open("gpt", str(gpt_dir), 1, CPU, 4, str(bert_dir)), tokenizer)
 
 
 class Counts:
@@ -310,7 +384,7 @@ def test_good_guesses_save_steps() -> None:
 
 
 def test_a_guess_is_what_came_after_the_longest_known_end() -> None:
-    assert look_up(np.array([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 2).tolist() == [9, 2]
-    assert look_up(np.array([5, 6, 7, 5, 6, 8, 5, 6]), 4).tolist() == [8, 5, 6, 8]
-    assert look_up(np.array([1, 1, 1]), 3).tolist() == [1, 1, 1]
-    assert look_up(np.array([1, 2, 3]), 3).tolist() == look_up(np.array([4]), 3).tolist() == []
+    assert look_up(np.array([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 2) == [9, 2]
+    assert look_up(np.array([5, 6, 7, 5, 6, 8, 5, 6]), 4) == [8, 5, 6, 8]
+    assert look_up(np.array([1, 1, 1]), 3) == [1, 1, 1]
+    assert look_up(np.array([1, 2, 3]), 3) == look_up(np.array([4]), 3) == []
