@@ -24,24 +24,12 @@ from ...models.config import GPTConfig, family_of
 from ...models.huggingface import to_huggingface
 from ...models.init import build_with_head
 from ...models.sentence import MEAN, Sentence, read_sentence
+from ..graphs import parity
 from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
 from ..graphs.graph_probe import check_fusion, first_bad_node, probe
 from ..graphs.onnx_bert import bert_graph
 from ..graphs.onnx_blocks import grouped
 from ..graphs.onnx_gpt import gpt_graph
-from ..graphs.parity import (
-    BOUNDS,
-    Adapted,
-    Bounds,
-    Case,
-    OptimumCausal,
-    Score,
-    at_asked_positions,
-    compare,
-    compare_scores,
-    reference_of,
-    require,
-)
 from ..graphs.real_text import TextRows, calibrate, compare_on_text, read_calibration, read_rows
 from ..runtimes.backends import run_graph
 from ..runtimes.bench import latency_table
@@ -61,9 +49,9 @@ class Judging:
 
     text: Path | str | None = None
     calibration: Path | str | None = None
-    score: Score | None = None
+    score: parity.Score | None = None
     bench: bool = True
-    bounds: Bounds | None = None  # None: those of the precision
+    bounds: parity.Bounds | None = None  # None: those of the precision
     device: str = "cpu"  # of the comparison, both sides
 
 
@@ -88,7 +76,8 @@ class Export:
 
     def reference(self, pooling: Pooling = "mean") -> Loaded:
         """The torch model in float32 on the device of the comparison."""
-        return reference_of(self.opened.model.to(self.device), self.tokenizer, self.opened.input, pooling)
+        model = self.opened.model.to(self.device)
+        return parity.reference_of(model, self.tokenizer, self.opened.input, pooling)
 
     def leave_heads_out(self) -> None:
         """The encoder alone, for embeddings. Raises WrongUse for a GPT."""
@@ -132,12 +121,11 @@ def _exported(
     check_free(out, overwrite)
     device = pick_device(judging.device)
     opened = open_model(path)
-    rows = None
-    if judging.text is not None:
-        rows = read_rows(judging.text, opened.tokenizer, opened.model.config.sequence_length)
-    with create_artifact(out, kind, inputs=[opened.input], overwrite=overwrite) as draft:
-        if rows is not None:
-            draft.inputs.append(Input(rows.source, "foreign", rows.sha256))
+    length, text, inputs = opened.model.config.sequence_length, judging.text, [opened.input]
+    rows = None if text is None else read_rows(text, opened.tokenizer, length)
+    if rows is not None:
+        inputs.append(Input(rows.source, "foreign", rows.sha256))
+    with create_artifact(out, kind, inputs=inputs, overwrite=overwrite) as draft:
         export = Export(opened, draft, judging, device, rows, read_sentence(Path(opened.input.path)))
         fill(export, *given, **named)
         write_json(draft.path / "parity.json", export.report)
@@ -148,24 +136,25 @@ def _exported(
 def judge(
     export: Export,
     reference: Loaded,
-    candidate: Loaded,
-    bounds: Bounds,
+    backend: Any,
+    bounds: parity.Bounds,
     what: str,
-    cases: list[Case] | None = None,
+    cases: list[parity.Case] | None = None,
     bad_node: Callable[[], str] = lambda: "",
 ) -> None:
-    """Compare an export with the torch model: over shapes, on real text and by a task's score where these are asked
-    for. Raises Refused, which begins with `what`, when something is above its bound.
+    """Compare what runs an export with the torch model: over shapes, on real text and by a task's score where these are
+    asked for. Raises Refused, which begins with `what`, when something is above its bound.
     """
-    judging, report = export.judging, export.report
+    judging, report, opened = export.judging, export.report, export.opened
     bounds = judging.bounds or bounds
-    report |= compare(reference, candidate, bounds, cases)
+    candidate = Loaded(opened.model.config, export.tokenizer, opened.input, backend)
+    report |= parity.compare(reference, candidate, bounds, cases)
     if export.rows is not None:
         report["text"] = compare_on_text(reference, candidate, export.rows, bounds)
     if judging.score is not None:
-        report["scores"] = compare_scores(reference, candidate, judging.score, bounds)
-    require(report, what, bad_node)
-    timed = {reference.backend.name: reference, candidate.backend.name: candidate} if judging.bench else {}
+        report["scores"] = parity.compare_scores(reference, candidate, judging.score, bounds)
+    parity.require(report, what, bad_node)
+    timed = {one.backend.name: one for one in (reference, candidate) if judging.bench}
     report["latency"] = [row for loaded in timed.values() for row in latency_table(loaded)]
 
 
@@ -182,25 +171,30 @@ def export_onnx(export: Export, options: GraphOptions = PLAIN) -> None:
 
 
 def write_judged(export: Export, options: GraphOptions) -> int:
-    """Write model.onnx with what describes it and judge it; returns its number of nodes."""
+    """Write model.onnx, what describes it and the tokenizer, and judge it; returns its number of nodes."""
     if options.outputs == "embedding":
         export.leave_heads_out()
-    opened, graph = export.opened, export.folder / "model.onnx"
-    config = opened.model.config
-    options = dataclasses.replace(
-        calibrated(export, options), pooling=options.pooling or export.sentence.name
-    )
+    opened, folder, graph = export.opened, export.folder, export.folder / "model.onnx"
+    config, described = opened.model.config, description(opened.model)
+    pooling = options.pooling or export.sentence.name
+    options = dataclasses.replace(calibrated(export, options), pooling=pooling)
     options.check(family_of(config))
-    nodes = write_described(opened, graph, options)
-    export.draft.facts["pooling"] = options.pooling
+    inside = {**described, "source": opened.input.hash, "precision": options.precision}
+    nodes = write_graph(opened.model, graph, {"throughline": json.dumps(inside)}, options)
+    write_json(folder / "model.json", described)
+    special = copy_tokenizer(opened, folder)
+    export.draft.facts["pooling"] = pooling
+    if options.names == "optimum":
+        with suppress(Refused):  # a shape that Hugging Face's classes do not express has no config.json
+            write_json(folder / "config.json", to_huggingface(opened.model)[0])
     backend: Any
     if options.names == "optimum" and isinstance(config, GPTConfig):
-        backend = OptimumCausal(open_session(graph, device=export.device), config)
+        write_json(folder / "genai_config.json", genai_config(config, special, options))
+        backend = parity.OptimumCausal(open_session(graph, device=export.device), config)
     else:
         backend = on_our_terms(run_graph(graph, config, BackendOptions(export.device)), export, options)
-    candidate = Loaded(config, export.tokenizer, opened.input, backend)
-    reference, bad_node = export.reference(options.pooling or "mean"), partial(first_bad_node, graph, config)
-    judge(export, reference, candidate, BOUNDS[options.precision], "the ONNX graph", bad_node=bad_node)
+    bounds, bad_node = parity.BOUNDS[options.precision], partial(first_bad_node, graph, config)
+    judge(export, export.reference(pooling or "mean"), backend, bounds, "the ONNX graph", bad_node=bad_node)
     layers, operators = probe(opened.model.to("cpu"), graph, config)
     fused = check_fusion(operators, config, options)
     export.report |= {"precision": options.precision, "layers": layers, "fused": fused}
@@ -210,7 +204,7 @@ def write_judged(export: Export, options: GraphOptions) -> int:
 def on_our_terms(backend: Any, export: Export, options: GraphOptions) -> Any:
     """What runs a graph, with the outputs of our names."""
     theirs = options.names == "optimum" and not hasattr(export.opened.model, "head")
-    return Adapted(backend, at_asked_positions) if theirs else backend
+    return parity.Adapted(backend, parity.at_asked_positions) if theirs else backend
 
 
 def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
@@ -227,21 +221,6 @@ def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
     ranges = read_calibration(judging.calibration, export.opened.input)
     export.draft.inputs.append(input_record(judging.calibration))
     return dataclasses.replace(options, ranges=ranges)
-
-
-def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> int:
-    """Write the graph with its model.json and tokenizer beside it; returns its number of nodes."""
-    config, described = opened.model.config, description(opened.model)
-    inside = {**described, "source": opened.input.hash, "precision": options.precision}
-    nodes = write_graph(opened.model, graph, {"throughline": json.dumps(inside)}, options)
-    write_json(graph.parent / "model.json", described)
-    special = copy_tokenizer(opened, graph.parent)
-    if options.names == "optimum" and isinstance(config, GPTConfig):
-        write_json(graph.with_name("genai_config.json"), genai_config(config, special, options))
-    if options.names == "optimum":
-        with suppress(Refused):  # a shape that Hugging Face's classes do not express has no config.json
-            write_json(graph.with_name("config.json"), to_huggingface(opened.model)[0])
-    return nodes
 
 
 def description(model: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from ...models.transformer import TransformerConfig
 from ..graphs.graph_options import GraphOptions
 from ..graphs.parity import BOUNDS, sweep
 from ..runtimes.backends import on_engine
-from ..runtimes.source import Loaded
 from ..runtimes.tensorrt_backend import EngineSession, gpu_facts, load_library
 from .export import Export, exports, judge, on_our_terms, write_judged
 
@@ -64,17 +64,17 @@ class Profile:
             return [(rows,) for rows in self.batch]
         if name.startswith("past."):
             return [(rows, *cache) for rows in self.batch]
-        asked = (0, 1, 1 if isinstance(config, GPTConfig) and self.tokens[2] == 1 else self.tokens[2])
+        asked = (0, 1, self.tokens[2])
         return list(zip(self.batch, asked if name == "logit_positions" else self.tokens))
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: name, kind, types of its inputs, the first block whose nodes it computes (None: of none)."""
+    """One launch: its first input's type ("": not known), the first block whose nodes it computes (None: of none)."""
 
     name: str
     kind: str
-    types: tuple[str, ...]
+    type: str
     block: int | None
 
 
@@ -117,8 +117,8 @@ def compiled(
     write_judged(export, options)
     only = capability if rtx else None
     engine, messages = build_engine(library, graph, config, profiles, only, timing_cache)
-    inspected = [] if rtx else kernels_of_inspector(_inspected(library, engine, profiles[0], config))
-    kernels = kernels_of_log(messages) if rtx else inspected
+    said = "" if rtx else _inspected(library, engine, profiles[0], config)
+    kernels = kernels_of_log(messages) if rtx else kernels_of_inspector(said)
     device = export.judging.device if export.judging.device != "cpu" else "cuda:0"
     card = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts(device)
     facts: dict[str, Any] = {
@@ -146,13 +146,10 @@ def compiled(
 
 def buckets(config: TransformerConfig, batches: Sequence[int], lengths: Sequence[int]) -> list[Profile]:
     """A profile for each batch and length bucket, and for a GPT one of decode steps for each batch."""
-    profiles = []
-    for batch, smaller in zip(batches, (0, *batches)):
-        if isinstance(config, GPTConfig):
-            profiles.append(Profile((smaller + 1, batch, batch), (1, 1, 1)))
-        for length, shorter in zip(lengths, (0, *lengths)):
-            profiles.append(Profile((smaller + 1, batch, batch), (shorter + 1, length, length)))
-    return profiles
+    tokens = [(1, 1, 1)] if isinstance(config, GPTConfig) else []
+    tokens += [(shorter + 1, length, length) for length, shorter in zip(lengths, (0, *lengths))]
+    rows = [(smaller + 1, batch, batch) for batch, smaller in zip(batches, (0, *batches))]
+    return [Profile(*shapes) for shapes in product(rows, tokens)]
 
 
 def build_engine(
@@ -227,10 +224,9 @@ def _judge_engine(export: Export, session: EngineSession, options: GraphOptions)
     """Compare the engine itself with torch, over what its profiles take; what was said of its graph stays beside it."""
     config, of_graph = export.opened.model.config, dict(export.report)
     backend = on_our_terms(on_engine(session, config, options.precision), export, options)
-    candidate = Loaded(config, export.tokenizer, export.opened.input, backend)
     cases = sweep(config.vocab_size, config.sequence_length, session.limits)
     reference, bounds = export.reference(export.draft.facts["pooling"]), BOUNDS[options.precision]
-    judge(export, reference, candidate, bounds, "the engine", cases)
+    judge(export, reference, backend, bounds, "the engine", cases)
     export.report["graph"] = {name: of_graph[name] for name in ("bound", "outputs", "passed")}
 
 
@@ -255,8 +251,8 @@ def kernels_of_log(messages: Iterable[str]) -> list[Kernel]:
     for message in messages:
         for line in message.splitlines():
             if (match := LINE.match(line)) and match[2] not in NO_KERNELS:
-                types = tuple(TYPE.findall(match[3]))
-                found.append(Kernel(match[1], match[2], types, _block(match[4])))
+                of = TYPE.search(match[3])
+                found.append(Kernel(match[1], match[2], of[1] if of else "", _block(match[4])))
     return found
 
 
@@ -265,9 +261,8 @@ def kernels_of_inspector(text: str) -> list[Kernel]:
     found = []
     for layer in json.loads(text).get("Layers", []):
         if not isinstance(layer, str) and layer.get("LayerType") not in NO_KERNELS:
-            types = (type_of_layer(layer),) if type_of_layer(layer) else ()
-            block = _block(layer.get("Metadata", "") or layer["Name"])
-            found.append(Kernel(layer["Name"], layer.get("LayerType", ""), types, block))
+            block, kind = _block(layer.get("Metadata", "") or layer["Name"]), layer.get("LayerType", "")
+            found.append(Kernel(layer["Name"], kind, type_of_layer(layer), block))
     return found
 
 
@@ -303,7 +298,7 @@ def engine_facts(
     per_block = Counter(kernel.block for kernel in kernels if kernel.block is not None)
     fused = sum("_mha" in kernel.name for kernel in kernels) // profiles
     products = [kernel for kernel in kernels if kernel.kind in PRODUCTS and kernel.block is not None]
-    types = Counter(kernel.types[0] for kernel in products if kernel.types)
+    types = Counter(kernel.type for kernel in products if kernel.type)
     wanted = {"fp16": "Half", "int8": "Int8", "fp32": "Float"}[precision]
     if set(types) != {wanted} and (whole or types):
         why = f"products with inputs of type {dict(types)}, all should be {wanted}"

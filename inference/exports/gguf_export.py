@@ -36,7 +36,6 @@ from ...models.sentence import MEAN, Sentence
 from ..graphs import parity
 from ..runtimes.backends import classes_of, run_gguf
 from ..runtimes.llama_backend import EXTRA
-from ..runtimes.source import Loaded
 from .export import Export, copy_tokenizer, description, exports, judge, write_json
 
 # llama.cpp computes GELU from a table of f16 values, so f32 is no closer than f16; its blocks of 32 weights are those
@@ -95,11 +94,10 @@ def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
         )
         reference = replace(reference, backend=headless)
     backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(classes_of(described)))
-    candidate = Loaded(config, export.tokenizer, opened.input, backend)
     length = min(LENGTH, config.sequence_length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
     cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
-    judge(export, reference, candidate, BOUNDS[precision], "llama.cpp", cases)
+    judge(export, reference, backend, BOUNDS[precision], "llama.cpp", cases)
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -265,7 +263,7 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
         writer.add_tokenizer_model("none")
         return
     tokenizer = Tokenizer.load(file)
-    model, pre, texts, merges = _vocabulary(tokenizer, file)
+    model, texts, merges = _vocabulary(tokenizer, file)
     kinds = [TokenType.NORMAL] * len(texts)
     for token in tokenizer.config.get("added_tokens") or []:
         kinds[token["id"]] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
@@ -275,17 +273,16 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
     texts += [f"[PAD{number}]" for number in range(padding)]
     kinds += [TokenType.UNUSED] * padding
     writer.add_tokenizer_model(model)
-    if pre:
-        writer.add_tokenizer_pre(pre)
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
+    if model == "gpt2":
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_add_bos_token(tokenizer.puts_bos)
     if merges:
         writer.add_token_merges(merges)
     for role, i in tokenizer.special.items():
         if role != "bos" or "cls" not in tokenizer.special:  # [CLS] is what begins a text there
             getattr(writer, f"add_{role.replace('cls', 'bos')}_token_id")(i)
-    if model == "gpt2":
-        writer.add_add_bos_token(tokenizer.puts_bos)
     if (template := chat_template(file.parent)) is not None:
         writer.add_chat_template(template)
         ends = [name for name in TURN_ENDS if name in tokenizer.vocab and name in template]
@@ -293,36 +290,29 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
             writer.add_eot_token_id(tokenizer.vocab[name])
 
 
-def _vocabulary(tokenizer: Tokenizer, file: Path) -> tuple[str, str, list[str], list[str]]:
-    """llama.cpp's names of the tokenizer's kind and of its pre-tokenizer, the tokens by id, and the merges. Raises
-    Refused for one that it would read otherwise, or not at all.
+def _vocabulary(tokenizer: Tokenizer, file: Path) -> tuple[str, list[str], list[str]]:
+    """llama.cpp's name of the tokenizer's kind (byte-level BPE has to have GPT-2's own pattern), the tokens by id, and
+    the merges. Raises Refused for one that it would read otherwise, or not at all.
     """
     config = tokenizer.config
     texts = [f"[UNUSED{i}]" for i in range(tokenizer.vocab_size)]
     for text, i in tokenizer.vocab.items():
         texts[i] = text
-    kind = config["model"]["type"]
-    if kind == "BPE" and (pre := _pre_tokenizer(config)):
+    kind, before = config["model"]["type"], config.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    plain = [step.get("type") for step in steps] == ["ByteLevel"] and steps[0].get("use_regex", True)
+    if kind == "BPE" and plain:
         merges = config["model"]["merges"]
         pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-        return "gpt2", pre, texts, pairs
+        return "gpt2", texts, pairs
     if kind == "WordPiece" and (config.get("normalizer") or {}).get("lowercase") is not False:
         special = set(tokenizer.special.values())
         phantom = [
             text if i in special else text[2:] if text.startswith("##") else "\u2581" + text
             for i, text in enumerate(texts)
         ]
-        return "bert", "", phantom, []
+        return "bert", phantom, []
     what = "a WordPiece with upper case" if kind == "WordPiece" else f"this {kind} tokenizer"
     why = "of BPE it knows GPT-2's pattern here, and what it reads by WordPiece it puts in lower case: ids would differ"
     fix = "export to ONNX or Hugging Face, or move tokenizer.json away for a file that takes ids alone"
     raise Refused(f"llama.cpp does not read {what}", where=file, why=why, fix=fix)
-
-
-def _pre_tokenizer(config: dict[str, Any]) -> str | None:
-    """llama.cpp's name of a byte-level pre-tokenizer: GPT-2's own pattern, or none that it knows."""
-    found = config.get("pre_tokenizer") or {}
-    steps = found.get("pretokenizers", [found])
-    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    alone = len(steps) == 1 and bool(byte_level)
-    return "gpt-2" if alone and byte_level[0].get("use_regex", True) else None

@@ -47,8 +47,8 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
         export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
     write_json(folder / "config.json", fields | ids)
     read_back = load_huggingface(folder).to(export.device)
-    candidate = reference_of(read_back, export.tokenizer, export.opened.input)
-    judge(export, export.reference(), candidate, BOUNDS[precision], "the Hugging Face directory")
+    backend = reference_of(read_back, export.tokenizer, export.opened.input).backend
+    judge(export, export.reference(), backend, BOUNDS[precision], "the Hugging Face directory")
     export.report["conditions"] = conditions(folder, fields | ids)
     export.draft.facts |= {"architecture": fields["architectures"][0], "precision": precision}
 
@@ -59,15 +59,14 @@ def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:
     By their documentation and source (vLLM: GPT-2 and Llama model files, supported pooling models; TEI:
     router/src/lib.rs and the BERT back end). *Not run* here.
     """
-    missing = [] if (directory / "tokenizer.json").is_file() else ["tokenizer.json is missing"]
-    problems = {"vllm": list(missing), "tei": list(missing)}
-    kind = fields["model_type"]
+    vllm = [] if (directory / "tokenizer.json").is_file() else ["tokenizer.json is missing"]
+    tei, kind = [*vllm], fields["model_type"]
     if fields.get("position_embedding_type", "absolute") != "absolute":
-        problems["tei"].append("positions are not absolute")
+        tei.append("positions are not absolute")
     if kind != "bert":
-        problems["tei"] = [f"{kind} is no text embedding model that TEI serves"]
+        tei = [f"{kind} is no text embedding model that TEI serves"]
         ids = [name for name in ("bos_token_id", "eos_token_id") if name not in fields]
-        problems["vllm"] += [f"config.json has no {name}" for name in ids]
+        vllm += [f"config.json has no {name}" for name in ids]
     if kind == "gpt2" and not fields["tie_word_embeddings"]:
-        problems["vllm"].append("the output matrix is not tied to the token table")
-    return problems
+        vllm.append("the output matrix is not tied to the token table")
+    return {"vllm": vllm, "tei": tei}
