@@ -110,13 +110,9 @@ class Asked:
         shots = int(bound.member.get("shots", bound.task.shots))
         self.shots = shots if settings.shots is None else settings.shots
         if self.kind.runs_programs and not settings.run_programs:
-            why, fix = (
-                "its score is whether the programs that the model writes pass tests",
-                "give --run-programs",
-            )
-            raise WrongUse(
-                f"task {bound.name} runs programs", why=why, fix=f"{fix}, in a container that may break"
-            )
+            why = "its score is whether the programs that the model writes pass tests"
+            fix = "give --run-programs, in a container that may break"
+            raise WrongUse(f"task {bound.name} runs programs", why=why, fix=fix)
         self.skipped = 0
         self.rows = self._fitting(self._items())
         self.items = [row.item for row in self.rows]
@@ -211,6 +207,7 @@ class Asked:
                 "higher_is_better": how.higher,
             }
         lost = [row.lost for row in self.rows]
+        asked = repr([(item.pairs, item.gold, item.text, item.answers) for item in self.items])
         summary = {
             "task": bound.name,
             "group": bound.group,
@@ -223,7 +220,7 @@ class Asked:
             "draw": self.settings.draw,
             "groups": bound.groups,
             "prompt_hash": bound.prompt_hash,
-            "data_hash": self._data_hash(),
+            "data_hash": hashlib.sha256(asked.encode()).hexdigest()[:12],
             "checked": task.checked,
             "stride": min(task.stride, self.scorer.window) or None,
             "truncated_records": sum(map(bool, lost)),
@@ -232,8 +229,3 @@ class Asked:
             "scorer": self.scorer.recipe,
         }
         return TaskScores(summary, samples, [self.plain[row.number] for row in self.rows])
-
-    def _data_hash(self) -> str:
-        """Identity of the records and examples as they were asked (12 hex digits)."""
-        asked = repr([(item.pairs, item.gold, item.text, item.answers) for item in self.items])
-        return hashlib.sha256(asked.encode()).hexdigest()[:12]

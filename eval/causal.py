@@ -23,8 +23,7 @@ from .scoring import BatchedScorer, Tree, plant
 class CausalScorer(BatchedScorer):
     """Scores with a GPT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
 
-    `window` is the longest input, by default the model's; `how`: see `BatchedScorer`. Of a module answers are the
-    same bits whatever shares a batch; of a backend that is the backend's affair.
+    `window` is the longest input, by default the model's; `how`: see `BatchedScorer`.
     """
 
     mask = None  # no token hides another

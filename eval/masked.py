@@ -1,14 +1,12 @@
-"""Masked scoring: pseudo-log-likelihoods under a BERT (Salazar et al. 2020), cloze answers, masked-token
-accuracy.
+"""Masked scoring: pseudo-log-likelihoods under a BERT (Salazar et al. 2020), cloze answers, masked-token accuracy.
 
-A pair is [CLS] context continuation [SEP]; the score is the sum over the continuation's tokens of the
-log-probability of each one while it is masked. `original` masks that token alone; `within_word_l2r` (Kauf and
-Ivanova 2023) also masks the later pieces of the same word, so that a rare word's pieces do not give each
-other away. A context with [MASK]s in it is a cloze question: the tokens of the continuation are predicted in
-their places, all at once.
+A pair is [CLS] context continuation [SEP]; the score is the sum over the continuation's tokens of the log-probability
+of each one while it is masked. `original` masks that token alone; `within_word_l2r` (Kauf and Ivanova 2023) also
+masks the later pieces of the same word, so that a rare word's pieces do not give each other away. A context with
+[MASK]s in it is a cloze question: the tokens of the continuation are predicted in their places, all at once.
 
-Otherwise only continuation tokens are masked, one row each. Rows of one length are batched without padding
-and the head sees the masked positions alone, so a score does not depend on what shares its batch.
+Otherwise only continuation tokens are masked, one row each. Rows of one length are batched without padding and the
+head sees the masked positions alone, so a score does not depend on what shares its batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,9 +44,8 @@ class Row:
 
 
 class MaskedScorer(BatchedScorer):
-    """Scores with a BERT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
-
-    The window given counts the [CLS] and the [SEP]; `how`: see `BatchedScorer`.
+    """Scores with a BERT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`. The
+    window given counts the [CLS] and the [SEP]; `how`: see `BatchedScorer`.
     """
 
     bos: Ids = ()

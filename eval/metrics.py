@@ -21,9 +21,7 @@ Rows = np.ndarray  # (n, k): one line per record, k numbers each
 
 @dataclass(frozen=True)
 class Metric:
-    """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose standard error has a
-    closed form.
-
+    """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose error has a closed form.
     `per` is the unit that is counted. `higher` is the better direction.
     """
 
@@ -101,8 +99,7 @@ def metric_of(name: str) -> Metric:
 def aggregate(how: str | Metric, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """(value, standard error) of a metric over records; the error is None for a single record.
 
-    The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records with
-    a fixed seed.
+    The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records, seed 0.
     """
     metric = metric_of(how) if isinstance(how, str) else how
     rows = np.asarray(outcomes, np.float64)

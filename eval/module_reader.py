@@ -36,12 +36,6 @@ PIECE = {"cpu": 1024, "cuda": 16384}  # tokens of the vocabulary at a time
 LINES_PER_THREAD = 16  # whole vector registers, and enough lines for the general matrix product
 
 
-def computed_by(device: torch.device) -> list[str]:
-    """What a score depends on besides model and question: the program's and torch's versions, the device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return [*programs("torch"), name]
-
-
 class ModuleReader:
     """A torch module that reads (`scoring.Reader`)."""
 
@@ -58,7 +52,8 @@ class ModuleReader:
             # On one CPU thread a model of 128 hidden units takes 50 % longer with 256 than with 512 where questions
             # are long; one of 768 is as fast with 256, and needs 15 MB less (100 MB less than with 1024).
             self.batch_tokens = whole_blocks(512 if weight.shape[1] < NARROW else 256)
-        self.by = computed_by(self.device)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        self.by = [*programs("torch"), name]
 
 
 class ModuleTrees(ModuleReader):
@@ -181,11 +176,8 @@ def tree_attention(
 def _mask(
     tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int
 ) -> Tensor | None:
-    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal
-    sequence.
-
-    With a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch
-    stands for.
+    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence. With
+    a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch stands for.
     """
     if not tree.branches and pattern is None:
         return None

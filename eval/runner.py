@@ -1,10 +1,7 @@
-"""Running an evaluation: questions of the tasks, answers that survive a crash, scores with all that explains
-them.
+"""Running an evaluation: questions of the tasks, answers that survive a crash, scores with all that explains them.
 
-Answers are appended batch by batch to `answers-<rank>.jsonl`. The key of an answer is a hash of what was asked
-and of whom: weights, tokenizer, window, versions of the programs, device. A later start reads all of these files
-and asks only what is missing, so the number of ranks, the batch size and the point of a crash leave no trace in
-the scores. Question i belongs to a rank by its key, not by its place.
+An answer's key is a hash of what was asked and of whom (weights, tokenizer, window, versions of the programs, device),
+and a question belongs to a rank by its key: neither ranks nor batches nor the point of a crash leave a trace in scores.
 """
 
 import os
@@ -44,11 +41,9 @@ def join_ranks() -> Ranks:
         if not dist.is_initialized():  # a rank may wait long for the slowest one
             dist.init_process_group("gloo", timeout=timedelta(days=7))
     except ValueError as error:
-        what, fix = (
-            "the processes cannot find each other",
-            "start them with `throughline launch --nproc N -- eval …`",
-        )
-        raise WrongUse(what, where="WORLD_SIZE", why=str(error), fix=f"{fix}, or unset WORLD_SIZE") from None
+        fix = "start them with `throughline launch --nproc N -- eval …`, or unset WORLD_SIZE"
+        what, why = "the processes cannot find each other", str(error)
+        raise WrongUse(what, where="WORLD_SIZE", why=why, fix=fix) from None
 
     def meet() -> None:
         try:
@@ -100,10 +95,8 @@ def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> l
 
 
 def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
-    """The tasks whose data are there. Raises WrongUse for one whose data are not.
-
-    Where files of some members of a group are at hand, the others are left out (said once) and nothing is
-    fetched for them, unless they were asked for by their own names.
+    """The tasks whose data are there. Raises WrongUse for one whose data are not. Where files of some members of a
+    group are at hand, the others are left out (said once) and not fetched, but for those asked for by their own names.
     """
     at_hand = {task.name for task in tasks if task.files(settings.data_dir)}
     partly = {task.group for task in tasks if task.group and task.name in at_hand}

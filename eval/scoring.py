@@ -1,14 +1,12 @@
 """What scoring with a GPT and with a BERT share: questions laid out, batched and answered, whatever computes.
 
-A reader is what computes: a torch module (`module_reader.py`) or a backend of `inference` (`backend_reader.py`).
-Questions of similar length are batched up to a budget of tokens, and a batch is halved when memory runs out.
-
-What the pairs of a question to a GPT have in common is computed once: they become a common prefix followed by one
-branch a pair. A branch sees the prefix and itself, and its positions go on where the prefix ends, so every token gets
-the numbers it would get in a sequence of its own. Four choices of 20 tokens after a context of 60 cost 140 token steps,
-not 320.
+What computes is a reader: a torch module (`module_reader.py`) or a backend of `inference` (`backend_reader.py`).
+Questions of similar length are batched up to a budget of tokens, and a batch is halved when memory runs out. What the
+pairs of a question to a GPT have in common is a prefix, computed once, behind which each has a branch that sees the
+prefix and itself: four choices of 20 tokens after a context of 60 cost 140 token steps, not 320.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,10 @@ from ..core.files import sha256_json
 from ..core.hardware import return_freed_memory
 from ..core.scorer import Question, Score, Scored, check_question
 
+# What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
+OUT_OF_MEMORY = re.compile(
+    "(can't|Failed to) allocate memory|not enough memory|bad_alloc|CUDA error: out of memory|STATUS_ALLOC_FAILED"
+)
 RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
 
 
@@ -139,7 +141,8 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
     try:
         found = answer(batch)
     except Exception as error:  # onnxruntime's own classes derive from Exception alone
-        if not _out_of_memory(error):
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not OUT_OF_MEMORY.search(str(error)):
             raise
     else:
         yield list(zip(batch, found))
@@ -152,19 +155,3 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
     middle = len(batch) // 2
     for half in (batch[:middle], batch[middle:]):
         yield from halving(half, answer)
-
-
-# What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "Failed to allocate memory",
-    "bad_alloc",
-    "CUDA error: out of memory",
-    "STATUS_ALLOC_FAILED",
-)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(text in str(error) for text in OUT_OF_MEMORY)

@@ -45,9 +45,7 @@ def read_collection(folder: Path, split: str = "test") -> Collection:
     corpus, file = folder / "corpus.jsonl", folder / "qrels" / f"{split}.tsv"
     for path in (corpus, folder / "queries.jsonl", file):
         if not path.is_file():
-            fix = (
-                "a folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv; --split names another split"
-            )
+            fix = "a folder has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; --split names another split"
             raise WrongUse("no folder in BEIR's form", where=path, why="it is not there", fix=fix)
     documents, queries = _texts(corpus), _texts(folder / "queries.jsonl")
     relevant: dict[str, dict[str, int]] = {}

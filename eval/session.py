@@ -3,7 +3,7 @@ every checkpoint of a run; or two forms of a model, compared token by token.
 """
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
     check_place(request.scores)
     ranks = join_ranks()
     forms = _open(request)
-    with _owned(request.home, ranks):
+    with Workspace(request.home) if ranks.rank == 0 else nullcontext():
         results = _score(request, forms, tasks, ranks, request.scores)
     return None if results is None else (results, [*lines_of(results), f"scores in {request.scores}"])
 
@@ -99,7 +99,7 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
     checkpoints = checkpoints_of(request.path)
     for checkpoint in checkpoints:
         check_place(request.home / checkpoint.name)
-    with _owned(request.home, ranks):
+    with Workspace(request.home) if ranks.rank == 0 else nullcontext():
         for checkpoint in checkpoints:
             one = replace(request, path=checkpoint, out=request.home)
             results = _score(one, _open(one), tasks, ranks, request.home / checkpoint.name, history)
@@ -107,16 +107,12 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
                 history.append(results)
     if ranks.rank:
         return None
-    rows = [
-        (results["step"], summary["task"], name, metric["value"], metric["stderr"])
-        for results in history
-        for summary in summaries(results)
-        for name, metric in summary["metrics"].items()
-    ]
+    rows: list[tuple[Any, ...]] = []
     for found in history:
-        rows += [
-            (found["step"], "validation", name, value, None) for name, value in found["validation"].items()
-        ]
+        for one in summaries(found):
+            for name, metric in one["metrics"].items():
+                rows.append((found["step"], one["task"], name, metric["value"], metric["stderr"]))
+        rows += [(found["step"], "validation", *figure, None) for figure in found["validation"].items()]
     last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
     lines = table(("step", "task", "metric", "value", "stderr"), rows)
     return {"checkpoints": history}, [*lines, f"curves in {last}"]
@@ -203,11 +199,6 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
     return Validation(plan, run / "cache").measure(engine)
 
 
-def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
-    """The first rank holds the directory's lock; the others write files of their own."""
-    return Workspace(home) if ranks.rank == 0 else nullcontext()
-
-
 def check_alike(one: Opened, other: Opened) -> None:
     """Raises WrongUse when two forms of a model would be asked different questions."""
     ours, theirs = one.scorer.recipe, other.scorer.recipe
@@ -221,11 +212,9 @@ def check_alike(one: Opened, other: Opened) -> None:
     if one.family != other.family:
         differ = [f"a {one.family} and a {other.family}"]
     if differ:
-        why, fix = (
-            ", ".join(differ),
-            "give two forms of one model; --window and --bos or --no-bos make both alike",
-        )
-        raise WrongUse("the two forms cannot be compared", where=other.input.path, why=why, fix=fix)
+        fix = "give two forms of one model, with the same --window and --bos or --no-bos"
+        what, why = "the two forms cannot be compared", ", ".join(differ)
+        raise WrongUse(what, where=other.input.path, why=why, fix=fix)
 
 
 def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, bound: float) -> dict[str, Any]:

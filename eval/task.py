@@ -114,9 +114,8 @@ def shipped_tasks() -> dict[str, Path]:
 
 
 def find_tasks(names: Sequence[str]) -> list[BoundTask]:
-    """The tasks of these names: shipped tasks, groups (all members), single members, or paths of task files.
-
-    Raises WrongUse naming the nearest known task, and for two tasks of one name.
+    """The tasks of these names: shipped tasks, groups (all members), single members, or paths of task files. Raises
+    WrongUse naming the nearest known task, and for two tasks of one name.
     """
     found: list[BoundTask] = []
     for name in names:

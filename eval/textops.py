@@ -12,12 +12,9 @@ from typing import Any
 # WikiText's detokeniser: (pattern, replacement) of literal and regular-expression steps, in this order.
 _WIKITEXT_LITERAL_FIRST = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
 _WIKITEXT_PUNCTUATION = tuple((f" {mark} ", f"{mark} ") for mark in ":;.!?,")
-_WIKITEXT_BRACKETS = (
-    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
-    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (r"{\s*([^}]*?)\s*}", r"{\1}"),
-    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
-    (r"'\s*([^']*?)\s*'", r"'\1'"),
+_WIKITEXT_BRACKETS = tuple(
+    (rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}")
+    for left, right in ("()", "[]", "{}", '""', "''")
 )
 _WIKITEXT_LAST = (
     ("= = = =", "===="),
@@ -92,15 +89,5 @@ def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> s
     return option if starts_sentence or first not in _CAPITALISED else option.replace(first, first.lower())
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        wikitext_detokenize,
-        without_brackets,
-        lower_first,
-        which,
-        parse_list,
-        places,
-        winograd_option,
-    )
-}
+_ALL = wikitext_detokenize, without_brackets, lower_first, which, parse_list, places, winograd_option
+FILTERS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _ALL}

@@ -91,6 +91,11 @@ class _Reading:
         given = self.fields.get("fewshot_config") or {}
         for key in given.keys() - set(EXAMPLES.split()):
             raise self.refuse(f"fewshot_config.{key}")
+        sampler, samples = given.get("sampler", "default"), given.get("samples")
+        if sampler not in ("default", "first_n"):
+            raise self.refuse(f"fewshot_config.sampler: {sampler}", "known: default, first_n")
+        if isinstance(samples, str):
+            samples = function(self.call("fewshot_config.samples", samples))()
         tree = {
             "about": f"{self.name} of lm-evaluation-harness, {self.path.name}",
             "kind": "rolling" if output == "loglikelihood_rolling" else output,
@@ -101,14 +106,14 @@ class _Reading:
             "description": self.fields.get("description", ""),
             "separator": given.get("fewshot_delimiter", self.fields.get("fewshot_delimiter", "\n\n")),
             "shots": self.fields.get("num_fewshot", 0),
-            "first": self.sampler(given) == "first_n",
+            "first": sampler == "first_n",
             "headroom": self.example_split(given) == self.fields.get("test_split"),
             "checked": "nothing",
         }
         if overrides := {key: value for key, value in given.items() if key.startswith("doc_to_")}:
             tree["example_prompt"] = [self.prompt("fewshot_config.", self.fields | overrides)]
-        if samples := given.get("samples"):
-            tree["examples"] = self.samples(samples)
+        if samples:
+            tree["examples"] = list(samples)
         if output == "generate_until":
             tree |= self.written()
         text = self.path.read_text(encoding="utf-8")
@@ -141,17 +146,6 @@ class _Reading:
         target = self.text(before + "doc_to_target", fields.get("doc_to_target", ""))
         context = self.text(before + "doc_to_text", fields.get("doc_to_text", ""))
         return {"fields": [], "context": context, "choices": choices, "gold": target}
-
-    def sampler(self, given: Fields) -> str:
-        name = given.get("sampler", "default")
-        if name not in ("default", "first_n"):
-            raise self.refuse(f"fewshot_config.sampler: {name}", "known: default, first_n")
-        return str(name)
-
-    def samples(self, given: Any) -> list[Any]:
-        if isinstance(given, str):
-            return list(function(self.call("fewshot_config.samples", given))())
-        return list(given)
 
     def example_split(self, given: Fields) -> str | None:
         """The split that the harness draws from as its file says; None where it looks for one."""

@@ -43,9 +43,8 @@ class MultipleChoice(Kind):
         return Item(form.where, tuple(pairs), choices, right[0], right=right, data=form.data)
 
     def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
-        """Ties go to the first choice. acc compares sums, acc_norm sums per character of the choice, acc_bytes
-        sums per UTF-8 byte, delimiters left out; share_right is the probability of all that is right
-        (TruthfulQA's mc2).
+        """Ties go to the first choice. acc compares sums, acc_norm sums per character of the choice, acc_bytes sums
+        per UTF-8 byte, delimiters left out; share_right is the probability of all that is right (TruthfulQA's mc2).
         """
         correct = item.right or (item.gold,)
         sums = np.array([score.logprob for score in scores])

@@ -84,9 +84,7 @@ class Kind:
         for batch in scorer.score(asks):
             for place, scores in batch:
                 if not all(math.isfinite(score.logprob) for score in scores):
-                    why = (
-                        "a log-probability is no finite number; among such the first choice would always win"
-                    )
+                    why = "a log-probability is not finite; among such the first choice would always win"
                     fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
                     raise Failed("the model predicts nothing", where=wheres[place], why=why, fix=fix)
             yield [(place, [_packed(score) for score in scores]) for place, scores in batch]

@@ -114,11 +114,8 @@ def rolling(ids: Ids, window: int, prefix: int) -> list[Question]:
 
 
 def stream(ids: Ids, window: int, stride: int) -> list[Question]:
-    """Windows over one stream; targets are all tokens but the first. `stride` new targets a window, 0 = all
-    of them.
-
-    As Megatron-LM's zero-shot WikiText task reads it: the first window counts whole, later ones their last
-    `stride` targets.
+    """Windows over one stream, whose targets are all tokens but the first: the first window's counts whole, of later
+    ones the last `stride` (0: all).
     """
     step = min(stride, window) or window
     questions = []
