@@ -7,8 +7,8 @@ browser without scripts gets the tables and the last value of every series.
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -25,13 +25,14 @@ Points = Sequence[tuple[float, float]]
 @dataclass(frozen=True)
 class Chart:
     """Lines over a common x: (name, points) each. Series without points are left out. `logarithmic`: both axes, which
-    takes positive numbers.
+    takes positive numbers. `errors`: of a line by its name the half width of a band around it, at some of its x.
     """
 
     title: str
     series: Sequence[tuple[str, Points]]
     x: str = "step"
     logarithmic: bool = False
+    errors: Mapping[str, Points] = field(default_factory=dict)
 
     @property
     def drawn(self) -> list[tuple[str, list[tuple[float, float]]]]:
@@ -40,13 +41,22 @@ class Chart:
 
     @property
     def data(self) -> str:
-        """The chart as JSON for plots.js: xs once, and for each series a y or null at every x. No "<" in it, so that
-        no name can end the script element that it stands in.
+        """The chart as JSON for plots.js: xs once, and for each series a y or null at every x; behind them the upper
+        and the lower bounds of the series in `bands`. No "<" in it, so that no name can end the script element that it
+        stands in.
         """
         xs = sorted({x for _, points in self.drawn for x, _ in points})
         columns = [[dict(points).get(x) for x in xs] for _, points in self.drawn]
         names = [name for name, _ in self.drawn]
-        found = {"x": self.x, "names": names, "data": [xs, *columns], "log": self.logarithmic}
+        bands = [place for place, (name, points) in enumerate(self.drawn) if self.errors.get(name)]
+        for place in bands:
+            half = dict(thin(self.errors[names[place]]))
+            for sign in (1, -1):
+                middle = dict(zip(xs, columns[place]))
+                columns.append(
+                    [y + sign * half[x] if y is not None and x in half else None for x, y in middle.items()]
+                )
+        found = {"x": self.x, "names": names, "data": [xs, *columns], "log": self.logarithmic, "bands": bands}
         return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,9 +1,7 @@
-"""Task scores and samples of text inside a training run: evaluators for `train(..., evaluators=[...])`, which cli
-hands to the loop.
+"""Task scores and samples of text inside a training run: evaluators for `train(..., evaluators=[...])`.
 
-The figures are those of `throughline eval` on the checkpoint of the same step: the same questions of the same
-weights, with nothing kept between two evaluations, so that a resumed run has the curve of one that was never
-stopped.
+The figures are those of `throughline eval` on the checkpoint of the same step; nothing is kept between two evaluations,
+so that a resumed run has the curve of one that was never stopped.
 """
 
 import json
@@ -23,7 +21,7 @@ from ..inference.serving.slots import answer
 from ..models.config import family_of
 from ..models.init import empty_model
 from ..train.evaluate import whole_model
-from ..train.logs.report import SAMPLES
+from ..train.logs.report import ERROR, SAMPLES
 from .asked import Settings
 from .opening import scorer_of
 from .runner import evaluate, group_means, prepare
@@ -70,12 +68,11 @@ class TextSample:
 
 
 class TaskEvaluator:
-    """Called with the engine and the step; returns {"task/metric": value}, nothing at steps that are not its
-    own.
+    """Called with the engine and the step; returns {"task/metric": value} and {"task/metric_stderr": standard error},
+    nothing at steps that are not its own.
 
-    A group that reports a mean gives the mean alone. Data and records are checked when it is made, before the
-    first step: raises as `evaluate` does, and WrongUse without a tokenizer. The model's mode is given back as
-    it was.
+    A group that reports a mean gives the mean alone. Data and records are checked when it is made, before the first
+    step: raises as `evaluate` does, and WrongUse without a tokenizer. The model's mode is given back as it was.
     """
 
     def __init__(self, plan: "RunPlan") -> None:
@@ -104,8 +101,10 @@ class TaskEvaluator:
         means = group_means(found)
         inside = {summary["task"] for summary in means}
         alone = [score.summary for score in found if inside.isdisjoint(score.summary["groups"])]
-        return {
-            f"{one['task']}/{name}": metric["value"]
-            for one in (*alone, *means)
-            for name, metric in one["metrics"].items()
-        }
+        figures = {}
+        for one in (*alone, *means):
+            for name, metric in one["metrics"].items():
+                figures[f"{one['task']}/{name}"] = metric["value"]
+                if metric["stderr"] is not None:
+                    figures[f"{one['task']}/{name}{ERROR}"] = metric["stderr"]
+        return figures

@@ -15,6 +15,7 @@ from .asked import TaskScores
 
 HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
 FILE = "results.json"
+WIDE = 1.96  # standard errors on each side: a 95 % interval
 NOTES = (
     "stderr: closed form for means, bootstrap over records otherwise.",
     "cut: records whose context lost tokens to the window; skipped: those left out for it.",
@@ -106,7 +107,7 @@ def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -
     parts = [
         Part("Validation", rows=[*results["validation"].items()]),
         Part("Accuracies, percent", bars=bars(results), note="Line: 95 % interval. Dashes: random choice."),
-        Part("Score against step", charts=curves([*history, results])),
+        Part("Score against step", charts=curves([*history, results]), note="Band: 95 % interval."),
         Part("All scores", header=HEADER, rows=rows_of(results), note=" ".join(NOTES)),
         *(Part(title, header=header, rows=rows) for title, header, rows in further_tables(results)),
         Part("What the tasks are", items=about),
@@ -119,7 +120,7 @@ def bars(results: dict[str, Any]) -> list[Bar]:
     found = []
     for summary in summaries(results):
         metric = next(iter(summary["metrics"].values()))
-        value, error = metric["value"], 1.96 * (metric["stderr"] or 0.0)
+        value, error = metric["value"], WIDE * (metric["stderr"] or 0.0)
         if 0 <= value <= 1 and metric["higher_is_better"]:
             low, high = max(0.0, value - error), min(1.0, value + error)
             found.append(Bar(summary["task"], value, low, high, metric["random"]))
@@ -129,16 +130,22 @@ def bars(results: dict[str, Any]) -> list[Bar]:
 def curves(history: Sequence[dict[str, Any]]) -> list[Chart]:
     """Score against step, one chart per task and first metric with at least two steps."""
     series: dict[str, dict[int, float]] = {}
+    errors: dict[str, dict[int, float]] = {}
     for results in history:
-        if results["step"] is None:
+        if (step := results["step"]) is None:
             continue
         for summary in summaries(results):
             name, metric = next(iter(summary["metrics"].items()))
-            series.setdefault(f"{summary['task']} {name}", {})[results["step"]] = metric["value"]
+            title = f"{summary['task']} {name}"
+            series.setdefault(title, {})[step] = metric["value"]
+            if metric["stderr"] is not None:
+                errors.setdefault(title, {})[step] = WIDE * metric["stderr"]
         for name, value in results["validation"].items():
-            series.setdefault(f"validation {name}", {})[results["step"]] = value
+            series.setdefault(f"validation {name}", {})[step] = value
     return [
-        Chart(name, [("", sorted(by_step.items()))]) for name, by_step in series.items() if len(by_step) > 1
+        Chart(name, [("", sorted(found.items()))], errors={"": sorted(errors.get(name, {}).items())})
+        for name, found in series.items()
+        if len(found) > 1
     ]
 
 

@@ -26,6 +26,7 @@
     const points = chart.data[0].length;
     // no tick between two steps or two clients
     const whole = chart.data[0].every(Number.isInteger) && !chart.log ? { incrs: [1, 2, 5, 10, 20, 50, ...Array.from({ length: 12 }, (_, i) => [1, 2, 5].map(n => n * 10 ** (i + 2))).flat()] } : {};
+    const bound = { class: "bound", stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
     const options = {
       width: Math.max(box.clientWidth - 16, 200), height: 220,
       scales: chart.log ? { x: { time: false, distr: 3, log: 2 }, y: { distr: 3, log: 2 } } : { x: { time: false } },
@@ -34,7 +35,8 @@
       series: [{ label: chart.x, value: (_, v) => v == null ? "" : short(v) }, ...chart.names.map((name, i) => ({
         label: name || box.closest("figure").querySelector("figcaption").textContent, stroke: colours[i % colours.length], width: 1.5, spanGaps: true,
         points: { show: points < 30, size: 5 }, value: (_, v) => v == null ? "" : String(+v.toPrecision(6)),
-      }))],
+      })), ...chart.bands.flatMap(() => [bound, bound])],
+      bands: chart.bands.map((line, i) => ({ series: [0, 1].map(side => chart.names.length + 1 + 2 * i + side), fill: colours[line % colours.length] + "2e" })),
     };
     // without a pointer, and on a phone, the legend shows the last values
     const last = chart.data.map(column => column.findLastIndex(value => value != null));

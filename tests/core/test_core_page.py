@@ -30,6 +30,14 @@ def test_series_of_other_steps_share_one_axis() -> None:
     assert found["data"] == [[1, 2, 4], [3.0, 2.0, None], [None, 2.5, 1.5]]
 
 
+def test_a_band_lies_around_its_series() -> None:
+    """Bounds stand behind all series, null where there is no error or no value."""
+    points = [("a", [(1, 3.0), (2, 2.0)]), ("b", [(2, 2.5), (4, 1.5)])]
+    found = json.loads(Chart("loss", points, errors={"b": [(2, 0.5), (1, 9.0)], "a": []}).data)
+    assert found["bands"] == [1]
+    assert found["data"][3:] == [[None, 3.0, None], [None, 2.0, None]]
+
+
 def test_a_long_series_is_averaged() -> None:
     points = [(float(step), float(step % 7)) for step in range(10_000)]
     assert len(thin(points)) == POINTS and thin(points)[0] == (4.5, sum(i % 7 for i in range(10)) / 10)

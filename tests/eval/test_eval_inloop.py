@@ -98,10 +98,12 @@ def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe:
     assert result.exit_code == 0, result.output
     curve = scores_by_step(tmp_path / "runs/small")
     assert set(curve) == {4, 8}
-    assert set(curve[4]) == {"lambada_openai/acc", "lambada_openai/perplexity", "blimp/acc"}
+    figures = ["lambada_openai/acc", "lambada_openai/perplexity", "blimp/acc"]
+    assert set(curve[4]) == {*figures, *(f"{name}_stderr" for name in figures)}
     assert json.loads(result.stdout)["validation"].items() >= curve[8].items()
     page = (tmp_path / "runs/small/report.html").read_text()
-    assert "tasks: acc" in page and "lambada_openai" in page
+    assert "tasks: acc" in page and "lambada_openai" in page and "acc_stderr" not in page
+    assert '"bands":[0,1]' in page, "a band around both accuracies"
 
     result = call(
         "eval", "runs/small", "--all-checkpoints", "--tasks", ",".join(TASKS), "--limit", "6", "--json"
@@ -111,7 +113,8 @@ def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe:
         summaries = {summary["task"]: summary["metrics"] for summary in (*found["tasks"], *found["groups"])}
         for name, value in curve[found["step"]].items():
             task, _, metric = name.partition("/")
-            assert summaries[task][metric]["value"] == value
+            which = "stderr" if metric.endswith("_stderr") else "value"
+            assert summaries[task][metric.removesuffix("_stderr")][which] == value
 
     plan = plan_run(resolve(load_recipe(recipe, Recipe, (), RULES)))
 
@@ -141,7 +144,7 @@ def test_a_layout_scores_the_checkpoint_of_the_step(
         return train(plan, tmp_path / "run", evaluators=[TaskEvaluator(plan)])["validation"]
 
     first, second = run_ranks(2, work)
-    assert first == second and len(first) == 3
+    assert first == second and len(first) == 6
     model, tokenizer = load_model(tmp_path / "run")
     scorer = CausalScorer(model, Tokenizer.load(tokenizer), bos=False)
     found = evaluate(scorer, find_tasks(["lambada_openai"]), Settings(limit=wanted.evaluation.limit))
@@ -196,12 +199,11 @@ def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokeni
     alone = evaluate(MaskedScorer(opened, bert_tokenizer), find_tasks(evaluation.tasks), Settings(limit=3))
     found = inside(engine, 4)
     assert engine.stages[0].training
-    assert found == {
-        f"{score.summary['task']}/{name}": metric["value"]
-        for score in alone
-        for name, metric in score.summary["metrics"].items()
-    }
-    assert len(found) == 3
+    metrics = [(score.summary["task"], score.summary["metrics"].items()) for score in alone]
+    wanted = {f"{task}/{name}": metric["value"] for task, own in metrics for name, metric in own}
+    errors = {f"{task}/{name}_stderr": metric["stderr"] for task, own in metrics for name, metric in own}
+    assert found == wanted | errors
+    assert len(found) == 6
 
 
 def test_the_split_is_measured_on_any_machine(recipe: str, tmp_path: Path) -> None:

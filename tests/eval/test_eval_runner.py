@@ -311,18 +311,16 @@ def test_contamination_of_repeated_tokens_ends() -> None:
 
 
 def test_curves_follow_the_steps() -> None:
-    history = [
-        {
-            "step": step,
-            "groups": [],
-            "validation": {"loss": 5.0 - step / 100},
-            "tasks": [{"task": "t", "metrics": {"acc": {"value": step / 200}}}],
-        }
-        for step in (100, 0, 50)
-    ]
-    plots = {chart.title: chart.series for chart in curves(history)}
-    assert plots["t acc"] == [("", [(0, 0.0), (50, 0.25), (100, 0.5)])]
-    assert plots["validation loss"] == [("", [(0, 5.0), (50, 4.5), (100, 4.0)])]
+    history = []
+    for step in (100, 0, 50):
+        accuracy = {"value": step / 200, "stderr": 0.1 if step else None}
+        tasks = [{"task": "t", "metrics": {"acc": accuracy}}]
+        validation = {"loss": 5.0 - step / 100}
+        history.append({"step": step, "groups": [], "validation": validation, "tasks": tasks})
+    plots = {chart.title: chart for chart in curves(history)}
+    assert plots["t acc"].series == [("", [(0, 0.0), (50, 0.25), (100, 0.5)])]
+    assert plots["t acc"].errors == {"": [(50, 0.196), (100, 0.196)]}
+    assert plots["validation loss"].series == [("", [(0, 5.0), (50, 4.5), (100, 4.0)])]
 
 
 def test_kept_answers_are_said_and_belong_to_one_program(

@@ -17,6 +17,7 @@ from .metrics import FILE, flat, read_metrics
 
 TASKS_IN_A_CHART = 8  # as many as there are colours
 UNSHOWN = ("started", "checkpoint", "finished", "running", "evaluation")  # events
+ERROR = "_stderr"  # ends the name of a task's standard error
 SAMPLES = "samples.jsonl"  # of text, as an evaluator wrote them
 MOST_SAMPLES = 6
 COMPARED = ("loss", "grad_norm")  # of two runs
@@ -95,7 +96,11 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     validation: dict[str, Any] = next(
         (record["validation"] for record in reversed(records) if record.get("validation")), {}
     )
-    rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
+    for name, value in validation.items():
+        if not name.endswith(ERROR):
+            error = validation.get(name + ERROR)
+            text = figure_text(value) + (f" \N{PLUS-MINUS SIGN} {figure_text(error)}" if error else "")
+            rows.append((figure_name(name).replace("_", " "), text))
     for name, (title, text) in MEDIANS.items():
         # none is above all: MFU of a step that was faster than the peak, which was measured on a busy machine
         values = sorted(math.inf if step[name] is None else step[name] for step in steps if name in step)
@@ -160,7 +165,14 @@ def curves(records: list[dict[str, Any]]) -> list[Chart]:
         return [(step, found[name] / unit) for step, found in numbers if name in found]
 
     charts = [*LEARNT.items(), *_tasks(numbers), *SPENT.items()]
-    return [Chart(title, [(line, points(name)) for line, name in lines.items()]) for title, lines in charts]
+    return [
+        Chart(
+            title,
+            [(line, points(name)) for line, name in lines.items()],
+            errors={line: [(x, 1.96 * y) for x, y in points(name + ERROR)] for line, name in lines.items()},
+        )
+        for title, lines in charts
+    ]
 
 
 def _tasks(numbers: list[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, str]]]:
@@ -168,7 +180,7 @@ def _tasks(numbers: list[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[
     by_metric: dict[str, dict[str, str]] = {}
     for name in (name for _, found in numbers for name in found if name.startswith("validation/")):
         task, _, metric = name.removeprefix("validation/").rpartition("/")
-        if task:
+        if task and not metric.endswith(ERROR):
             by_metric.setdefault(metric, {})[task] = name
     return [
         (f"tasks: {metric}", dict(list(tasks.items())[first : first + TASKS_IN_A_CHART]))
