@@ -193,6 +193,7 @@ class Asked:
             found = [next(given) for _ in row.asks]
             outcomes.append(outcome := self.kind.outcome(row.item, found))
             about = {"task": bound.name, "record": row.number, "where": row.item.where, "lost": row.lost}
+            about |= self.plain[row.number].shown
             own = {name: outcome[name] for name in self.kind.reported}
             samples.append(about | {"answers": found, "metrics": own})
         metrics = {}

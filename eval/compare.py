@@ -2,7 +2,8 @@
 
 The same records under both models make a paired test: for 0/1 metrics McNemar's exact test on the records
 that only one of them got right, for the others a two-sided z test on the paired differences (log-probability
-per unit). Beside it stands the interval of the difference by a bootstrap over records.
+per unit). Beside it stands the interval of the difference by a bootstrap over records. A page beside the second
+scores shows the questions in which the two differ.
 """
 
 import math
@@ -13,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from ..core.artifact import verify_artifact
-from ..core.console import table
+from ..core.console import table, warn
 from ..core.errors import WrongUse
+from ..core.files import write_atomic
+from ..core.page import Part, page
 from ..core.workspace import read_records
 from .metrics import metric_of, resampled
 from .report import read_scores
 
 DETECTABLE = 1.960 + 0.842  # standard errors: the normal's 97.5 % point, and its 80 % point as power
 SHOWN = 10  # records of a task that are printed; all are in the JSON
+COLUMNS = ("record", "question and answers", "first", "second")
 NOTES = (
     "low, high: 95 % interval of the difference, by 1,000 resamples of the records",
     "p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)",
@@ -29,10 +33,8 @@ NOTES = (
 
 
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
-    """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print).
-
-    Raises WrongUse when there is no common task, or one was asked differently (other prompts, examples or
-    records), Refused for damaged scores.
+    """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print). Raises WrongUse when there
+    is no common task, or one was asked differently (other prompts, examples, records), Refused for damaged scores.
     """
     ours, theirs = read_scores(first), read_scores(second)
     for path in (first, second):
@@ -44,7 +46,9 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
         where, fix = f"{first} and {second}", "evaluate both on the same tasks"
         raise WrongUse("no task in common", where=where, fix=fix)
     samples = [_by_task(Path(path)) for path in (first, second)]
-    rows, questions = [], []
+    rows: list[dict[str, Any]] = []
+    questions: list[dict[str, Any]] = []
+    parts: list[Part] = []
     for name in common:
         one, two = tasks[name], others[name]
         keys = ("prompt_hash", "shots", "seed", "n")
@@ -62,34 +66,43 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
             rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
         score = next(iter(one["metrics"]))
-        pairs = [[sample["metrics"][score][0] for sample in part[name]] for part in samples]
-        for sample, a, b in zip(samples[0][name], *pairs):
-            if a != b and metric_of(score).mean:
-                about = {"task": name, "metric": score, "record": sample["record"], "where": sample["where"]}
-                questions.append(about | {"first": a, "second": b})
-    header = (
-        "task",
-        "metric",
-        "first",
-        "second",
-        "difference",
-        "low",
-        "high",
-        "stderr",
-        "detectable",
-        "p",
-        "better",
-    )
-    lines = [*table(header, [[row[key] for key in header] for row in rows]), *NOTES]
+        shown = []
+        for a, b in zip(*(part[name] for part in samples), strict=True):
+            values = {"first": a["metrics"][score][0], "second": b["metrics"][score][0]}
+            if values["first"] != values["second"] and metric_of(score).mean:
+                questions.append(
+                    {key: a[key] for key in ("task", "record", "where")} | {"metric": score} | values
+                )
+                shown += _rows(a, b, *values.values())
+        parts.append(Part(name, f"right: {score}; below it every answer's log-probability", COLUMNS, shown))
+    lines = [*table(tuple(rows[0]), [list(row.values()) for row in rows]), *NOTES]
     for name in dict.fromkeys(one["task"] for one in questions):
         mine = [one for one in questions if one["task"] == name]
-        lines += [
-            "",
-            f"{name}: the two differ in {len(mine):,} records" + ", the first:" * (len(mine) > SHOWN),
-        ]
+        more = ", the first:" if len(mine) > SHOWN else ""
+        lines += ["", f"{name}: the two differ in {len(mine):,} records{more}"]
         columns = ("where", "metric", "first", "second")
         lines += table(columns, [[one[key] for key in columns] for one in mine[:SHOWN]])
+    if questions:
+        place = Path(second).with_name("differences.html")
+        about = page("Questions in which two models differ", parts, f"first: {first}, second: {second}")
+        try:
+            write_atomic(place, about)
+            lines += ["", f"the questions themselves are in {place}"]
+        except OSError as error:
+            warn(f"no page of the questions: {error}")
     return {"first": str(first), "second": str(second), "rows": rows, "questions": questions}, lines
+
+
+def _rows(one: dict[str, Any], other: dict[str, Any], *values: float) -> list[tuple[Any, ...]]:
+    """A question as lines of a table: its record and text with both scores, then its answers."""
+    lines: list[tuple[Any, ...]] = [(one["where"], one.get("question"), *values)]
+    answers = one["answers"][0], other["answers"][0]
+    choices = one.get("choices", [])
+    known = not isinstance(answers[0], str) and len(answers[0]) == len(choices)
+    for place, choice in enumerate(choices):
+        marked = ("right: " if place in one["right"] else "") + choice
+        lines.append(("", marked, *(answer[place][0] if known else "" for answer in answers)))
+    return [*lines, ("", "written", *answers)] if isinstance(answers[0], str) else lines
 
 
 def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -104,8 +117,7 @@ def paired_test(
 ) -> dict[str, Any]:
     """Values of both, second - first with its standard error, p, and which is better at p < 0.05.
 
-    Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not
-    itself.
+    Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not itself.
     """
     how = metric_of(metric)
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)

@@ -51,6 +51,17 @@ class Item:
         """The same as a few-shot example shows it."""
         return self.gap.join(self.pairs[self.gold])
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The question for people, of kinds that have one; without examples."""
+        if not self.pairs:
+            return {}
+        several = len({context for context, _ in self.pairs}) > 1  # before one target
+        choices = self.answers or [context + answer if several else answer for context, answer in self.pairs]
+        right = range(len(choices)) if self.answers else self.right or [self.gold]
+        asked = "" if several else self.context
+        return {"question": asked, "choices": list(choices), "right": list(right)}
+
 
 @cache
 def _environment() -> Any:

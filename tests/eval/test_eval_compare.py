@@ -51,5 +51,10 @@ def test_the_records_in_which_two_models_differ_are_listed(
     assert [(q["where"], q["first"], q["second"]) for q in payload["questions"]] == wanted
     assert len(wanted) > 10 and sum("wh_island.jsonl.gz:" in line for line in lines) == 10
     assert f"differ in {len(wanted)} records" in "\n".join(lines)
+    page = (tmp_path / "two" / "differences.html").read_text()
+    assert page.count("<tr>") == 1 + 3 * len(wanted), (
+        "a header, and of each question its record and two sentences"
+    )
+    assert all(q["where"] in page for q in payload["questions"]) and str(one[0]["choices"][0]) != ""
     (row,) = payload["rows"]
     assert row["low"] <= row["difference"] <= row["high"]
