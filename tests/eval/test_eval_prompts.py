@@ -213,6 +213,25 @@ def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
             assert [context for context, _ in item.pairs[: len(wanted)]] == wanted, name
 
 
+def test_squad_completion_is_the_harness_s() -> None:
+    """Its prompt, stops and limit, and what it says of made-up answers; its task is a class, not a file."""
+    from lm_eval.api.task import TaskConfig
+    from lm_eval.tasks.squad_completion.task import SQUADCompletion
+
+    theirs = SQUADCompletion.__new__(SQUADCompletion)  # without its data
+    theirs._config = TaskConfig()
+    record = {"text": " It was won by the Denver ", "value": "Broncos (team) "}
+    (bound,) = find_tasks(["squad_completion"])
+    (item,) = bound.kind.items([Record("squad:1", record)])
+    (asked,) = theirs.construct_requests(record, theirs.doc_to_text(record))
+    context, limits = asked.args
+    assert item.context == context
+    assert (bound.task.until, bound.task.max_tokens) == (limits["until"], limits["max_gen_toks"])
+    for answer in ("the broncos (TEAM) won", "Broncos", "", "Broncos (team)"):
+        wanted = theirs.process_results(record, [answer])["contains"]
+        assert bound.kind.outcome(item, [answer])["contains"] == [wanted]
+
+
 def test_every_task_of_the_harness_is_checked_or_run() -> None:
     """Every shipped task is in RECORDS, or compared with the harness's own file in another test, but
     those that say `checked = "nothing"`: they are no tasks of the harness.
@@ -223,4 +242,5 @@ def test_every_task_of_the_harness_is_checked_or_run() -> None:
     for file, begin in (("harness_tasks", "SHIPPED = {"), ("programs", "PROGRAMS: dict[str, Any] = {")):
         compared = Path(__file__).with_name(f"test_eval_{file}.py").read_text().partition(begin)[2]
         names += re.findall(r'^    "(\w+)": ', compared.partition("\n}\n")[0], re.MULTILINE)
+    covered.add("squad_completion")  # above
     assert ours == covered | {bound.group or bound.name for bound in find_tasks(names)}
