@@ -8,8 +8,12 @@ import click
 from ..core import console
 from .common import PATH, device_option, dtype_option, flag, is_given, option, throughline_command
 
-# mean nothing without the other
-BELONGS = {"model": "url", "tokenizer": "url", "clients": "url", "bound": "against"}
+# To an option those that mean nothing without it.
+BELONGS = {
+    "url": "model tokenizer clients",
+    "against": "bound",
+    "apply_chat_template": "fewshot_as_multiturn",
+}
 
 
 @click.command()
@@ -38,6 +42,17 @@ BELONGS = {"model": "url", "tokenizer": "url", "clients": "url", "bound": "again
     click.Choice(["own", "harness"]),
     "Which solved examples: drawn by record, independent of all else, or those that lm-evaluation-harness draws.",
     "own",
+)
+@flag(
+    "--apply-chat-template",
+    "Put every question into the model's own chat template: the description as the system's turn, the question as the "
+    "user's, the answer as the model's.",
+)
+@option(
+    "--fewshot-as-multiturn/--no-fewshot-as-multiturn fewshot_as_multiturn",
+    None,
+    "With --apply-chat-template: solved examples are turns of their own, or one text with the question.",
+    True,
 )
 @option(
     "--harness-task harness_tasks",
@@ -128,9 +143,10 @@ def command(
         return
     if path is None and given["url"] is None:
         raise click.UsageError("give the PATH of a model, --url or --list")
-    for name, of in BELONGS.items():
-        if is_given(name) and not given[of]:
-            raise click.UsageError(f"--{name} belongs to --{of}")
+    for of, names in BELONGS.items():
+        for name in names.split():
+            if is_given(name) and not given[of]:
+                raise click.UsageError(f"--{name} belongs to --{of}".replace("_", "-"))
     if given["url"] is not None:
         if path or all_checkpoints:
             raise click.UsageError("--url takes the place of PATH, and a server has no checkpoints")

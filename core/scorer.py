@@ -8,18 +8,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from .errors import Failed
 
 Ids = tuple[int, ...]
+Texts = Sequence[tuple[str, str]]  # the pairs of a question before they are tokenised
+
+
+def common(rows: Sequence[Any]) -> int:
+    """How many ids all rows begin with."""
+    shortest = min(map(len, rows))
+    same = np.equal([row[:shortest] for row in rows], rows[0][:shortest]).all(axis=0)
+    return int(np.append(same, False).argmin())
 
 
 @dataclass(frozen=True)
 class Question:
     """Pairs (context ids, continuation ids) that are answered together, usually one context with its choices: the unit
-    of a batch and of a resumed evaluation, in which a common prefix is computed once.
+    of a batch and of a resumed evaluation, in which a common prefix is computed once. All contexts begin with `shared`
+    tokens that other questions begin with too: those that are asked behind one another share their computation.
     """
 
     pairs: tuple[tuple[Ids, Ids], ...]
+    shared: int = 0
+
+    @property
+    def trunk(self) -> Ids:
+        return self.pairs[0][0][: self.shared]
 
 
 @dataclass(frozen=True)
@@ -78,13 +94,15 @@ class Scorer(Protocol):
     whether the log-probabilities of tokens are kept: the key of stored answers. `window` is the longest input
     in tokens, `bos` what stands before every text (often nothing), `prefix` the token that stands for an
     empty context, `mask` the one that hides another (None where a model reads from left to right): a context
-    with masks in it asks what stands there, one answer token a mask.
+    with masks in it asks what stands there, one answer token a mask. `chat` is the chat template that texts have been
+    through, or None.
     """
 
     recipe: dict[str, Any]
     identity: str
     window: int
     bos: Ids
+    chat: Any
 
     @property
     def prefix(self) -> int: ...
@@ -96,8 +114,10 @@ class Scorer(Protocol):
         """Ids of each text, nothing added."""
         ...
 
-    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
-        """Tokenises questions given as (context, continuation) texts."""
+    def encode(self, questions: Sequence[Texts], before: Sequence[int] = ()) -> list[Question]:
+        """Tokenises questions given as (context, continuation) texts; `before`: characters at the beginning of each
+        question's contexts that others begin with too.
+        """
         ...
 
     def lost(self, question: Question) -> int:

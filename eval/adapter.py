@@ -2,11 +2,11 @@
 
     python -m throughline.eval.adapter run --model throughline --model_args path=runs/gpt --tasks mmlu
 
-is its own command with this model known; in a program, importing this module is enough. Needs the extra
-`eval`.
+is its own command with this model known; in a program, importing this module is enough. Needs the extra `eval`.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer
+from .items import chat_text
 from .kinds.texts import rolling
 from .masked import PLL
 from .opening import ScorerOptions, open_scorer
@@ -34,10 +35,11 @@ OPTIONS = ("bos", "window", "batch_tokens", "pll", "dtype")
 
 @register_model("throughline")
 class ThroughlineLM(LM):
-    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes, and
-    the other arguments are its options. The harness's batch sizes mean nothing here. Raises WrongUse for an
-    argument that is none.
+    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes, the other
+    arguments are its options. Batch sizes mean nothing here. Raises WrongUse for an argument that is none.
     """
+
+    tokenizer_name = ""  # of the harness's stored requests: the path
 
     def __init__(
         self,
@@ -62,14 +64,22 @@ class ThroughlineLM(LM):
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             say("no CUDA device here: the CPU scores")  # the harness asks for cuda unless told otherwise
             device = "cpu"
-        self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "auto", **given)).scorer
+        self.tokenizer_name, self.options = path, ScorerOptions(device=device or "auto", **given)
+        self.scorer = scorer or open_scorer(path, self.options).scorer
+
+    def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
+        """A conversation as the model's own template has it. Raises WrongUse for an answer that is begun for it."""
+        if not add_generation_prompt:
+            why = "the template's turn of the model would have to stay open"
+            raise WrongUse("no answer can be begun here", where="gen_prefix", why=why)
+        if self.scorer.chat is None:
+            options = replace(self.options, apply_chat_template=True)
+            self.scorer = open_scorer(self.tokenizer_name, options).scorer
+        return chat_text(self.scorer.chat, [(one["role"], one["content"]) for one in chat_history])
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Requests of one record that follow one another with one context are one question, so that its
-        tokens are computed once.
-
-        Not those of different records: BLiMP's have all the same empty context, and would be one question of
-        thousands.
+        """Requests of one record that follow one another with one context are one question, whose common tokens are
+        computed once; not those of different records: all of BLiMP's have the same empty context.
         """
         pairs = [request.args for request in requests]
         asked = [(request.task_name, request.doc_id, request.args[0]) for request in requests]
@@ -94,8 +104,9 @@ class ThroughlineLM(LM):
             if request.args[1].get("do_sample") and float(request.args[1].get("temperature", 1)) > 0:
                 why, fix = f"task {request.task_name} samples its answers", "set do_sample to false for it"
                 raise WrongUse("answers are greedy here", where="generation_kwargs", why=why, fix=fix)
-            most = request.args[1].get("max_gen_toks", 256)
-            alike.setdefault((_stops(request), most), []).append(number)
+            most, until = request.args[1].get("max_gen_toks", 256), request.args[1].get("until") or ()
+            stops = (until,) if isinstance(until, str) else tuple(until)
+            alike.setdefault((stops, most), []).append(number)
         for (until, most), mine in alike.items():
             for batch in self.scorer.generate([requests[i].args[0] for i in mine], until, most):
                 for place, text in batch:
@@ -105,11 +116,6 @@ class ThroughlineLM(LM):
     def _scores(self, questions: list[Question]) -> list[tuple[Any, ...]]:
         answers = dict(item for batch in self.scorer.score(questions) for item in batch)
         return [answers[index] for index in range(len(questions))]
-
-
-def _stops(request: Any) -> tuple[str, ...]:
-    until = request.args[1].get("until") or ()
-    return (until,) if isinstance(until, str) else tuple(until)
 
 
 if __name__ == "__main__":

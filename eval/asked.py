@@ -17,7 +17,7 @@ from ..core.files import write_atomic
 from ..core.scorer import Scorer
 from ..core.workspace import Workspace, read_records
 from ..data.records import Record
-from .items import Draw, HarnessDraw, Item, with_examples
+from .items import Chat, Draw, HarnessDraw, Item, with_examples
 from .kinds.kind import Asks
 from .metrics import aggregate, random_baseline
 from .task import BoundTask
@@ -77,6 +77,7 @@ class Settings:
     draw: Literal["own", "harness"] = "own"
     overlong: Literal["truncate", "error", "skip"] = "truncate"  # a record that loses tokens to the window
     run_programs: bool = False  # that a model has written
+    fewshot_as_multiturn: bool = True  # in a chat an example is a turn of each side, no part of the question
 
     def __post_init__(self) -> None:
         if self.data_dir is not None and not self.data_dir.is_dir():
@@ -128,11 +129,17 @@ class Asked:
         pool = self._pool() if self.shots else []
         limit = None if pool is None else settings.limit  # the draw does not depend on --limit
         self.plain = self.kind.items(bound.records(settings.data_dir, limit))
-        if not self.shots and not task.description:
+        given = self.scorer.chat
+        chat = given and Chat(given, task.delimiter, settings.fewshot_as_multiturn)
+        if not self.shots and not task.description and chat is None:
             return self.plain
+        if chat is not None and self.kind.draw:
+            why, fix = "its prompts are one text by definition", "leave --apply-chat-template out"
+            raise WrongUse(f"task {bound.name} is no chat", why=why, fix=fix)
         draw = self.kind.draw or DRAWS[settings.draw]
         drawn = draw(bound.name, self.shots, settings.seed, task.first, task.headroom)
-        return with_examples(self.plain, pool, drawn, task.description, task.separator)[: settings.limit]
+        before = task.description, task.separator, chat
+        return with_examples(self.plain, pool, drawn, *before)[: settings.limit]
 
     def _pool(self) -> list[Item] | None:
         """What examples are made of; None: the evaluated records themselves."""
@@ -158,9 +165,7 @@ class Asked:
             if lost and self.settings.overlong == "error":
                 where = f"{item.where} (task {self.bound.name})"
                 why = f"{lost:,} tokens of the context would be lost to the window of {self.scorer.window:,}"
-                fix = (
-                    "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
-                )
+                fix = "--overlong truncate cuts contexts on their left, skip leaves such records out"
                 raise Failed("the record's context is too long for the model", where=where, why=why, fix=fix)
             self.kind.check(item, asks, self.scorer)
             kept.append(_Row(number, item, asks, lost))

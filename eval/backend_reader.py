@@ -38,6 +38,7 @@ class BackendReader:
 
     dtype = "as exported"
     batch_tokens = BATCH_TOKENS
+    shares = False
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.backend import CausalBackend
 from ..core.errors import WrongUse
-from ..core.scorer import Ids, Question, Score
+from ..core.scorer import Ids, Question, Score, Texts, common
 from ..models.gpt import GPT
 from .backend_reader import BackendTrees, greedy_texts
 from .module_reader import ModuleTrees
@@ -70,22 +70,29 @@ class CausalScorer(BatchedScorer):
         )
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without BOS."""
+        """Ids of each text, without BOS; that of a chat template stands before every text anyway."""
         if not texts:
             return []
+        if self.chat is not None:
+            chats = [tuple(self.chat.encode(text).tolist()) for text in texts]
+            return [ids[len(self.bos) :] if ids[:1] == self.bos else ids for ids in chats]
         flat, lengths = self.tokenizer.encode_batch(list(texts))
         parts = np.split(np.asarray(flat), np.cumsum(lengths)[:-1])
         return [tuple(part.tolist()) for part in parts]
 
-    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
+    def encode(self, questions: Sequence[Texts], before: Sequence[int] = ()) -> list[Question]:
         """(context, continuation) texts -> ids. Each distinct text is tokenised once."""
         parted = [[(context.rstrip(), context + rest) for context, rest in pairs] for pairs in questions]
-        texts = list(dict.fromkeys(text for pairs in parted for pair in pairs for text in pair))
-        ids = dict(zip(texts, self.tokenize(texts)))
-        return [
-            Question(tuple(self._pair(ids[context], ids[whole]) for context, whole in pairs))
-            for pairs in parted
-        ]
+        trunks = [pairs[0][0][:end] for pairs, end in zip(questions, before or [0] * len(questions))]
+        texts = list(dict.fromkeys([*trunks, *(text for pairs in parted for pair in pairs for text in pair)]))
+        ids, made = dict(zip(texts, self.tokenize(texts))), []
+        for pairs, trunk in zip(parted, trunks):
+            own = tuple(self._pair(ids[context], ids[whole]) for context, whole in pairs)
+            made.append(Question(own))
+            if trunk and self.reader.shares and not self.lost(made[-1]):
+                every = [self.bos + ids[trunk], *(context[:-1] for context, _ in own)]
+                made[-1] = Question(own, common(every))
+        return made
 
     def lost(self, question: Question) -> int:
         """See `core.scorer.Scorer.lost`: the last token of an input is predicted, not read."""

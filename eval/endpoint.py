@@ -15,7 +15,7 @@ from ..core.artifact import Input
 from ..core.errors import Failed, WrongUse, did_you_mean, extra
 from ..core.scorer import Question, Score
 from .causal import CausalScorer
-from .opening import Opened, ScorerOptions
+from .opening import Opened, ScorerOptions, open_chat
 
 RETRIES = 5  # of a request that meets no server, a busy one or a fault of its own
 BATCH_TOKENS = 1 << 16  # whose answers are stored together
@@ -27,7 +27,7 @@ class Endpoint:
     a server that does not answer. The environment's OPENAI_API_KEY is its key.
     """
 
-    name, dtype, batch_tokens = " (endpoint)", "as served", BATCH_TOKENS
+    name, dtype, batch_tokens, shares = " (endpoint)", "as served", BATCH_TOKENS, False
 
     def __init__(self, url: str, model: str | None, tokenizer: Any) -> None:
         self.openai = extra("openai", "--url", "endpoint")
@@ -133,7 +133,7 @@ def open_endpoint(options: ScorerOptions) -> Opened:
         why = "texts become tokens here, as the served model knows them"
         fix = "give --tokenizer: the model's directory, or its tokenizer.json"
         raise WrongUse("--url needs a tokenizer", why=why, fix=fix)
-    tokenizer = Tokenizer.load(options.tokenizer)
+    tokenizer, place = Tokenizer.load(options.tokenizer), options.tokenizer
     reader = Endpoint(options.url or "", options.model, tokenizer)
     scorer = EndpointScorer(
         reader,
@@ -144,7 +144,7 @@ def open_endpoint(options: ScorerOptions) -> Opened:
         identity="/".join(reader.by),
         batch_tokens=options.batch_tokens,
         keep_tokens=options.keep_tokens,
+        chat=open_chat(options, place if place.is_dir() else place.parent, tokenizer),
     )
-    return Opened(
-        scorer, "gpt", Input(f"{reader.url} {reader.model}", "endpoint", ""), None, tokenizer=tokenizer
-    )
+    source = Input(f"{reader.url} {reader.model}", "endpoint", "")
+    return Opened(scorer, "gpt", source, None, tokenizer=tokenizer)

@@ -34,6 +34,9 @@ class Item:
     answers: tuple[str, ...] = ()
     right: tuple[int, ...] = ()  # where several choices are right: all of them, the first one being `gold`
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of its record
+    before: int = (
+        0  # characters that the contexts of all its task's questions begin with: the same solved examples
+    )
     gap: str = ""  # between context and continuation of an example alone: the harness delimits it there too (LAMBADA)
 
     @property
@@ -61,6 +64,9 @@ class Item:
         right = range(len(choices)) if self.answers else self.right or [self.gold]
         asked = "" if several else self.context
         return {"question": asked, "choices": list(choices), "right": list(right)}
+
+
+Items = Sequence[Item]
 
 
 @cache
@@ -204,9 +210,7 @@ class Draw:
     first: bool = False
     headroom: bool = False
 
-    def picks(
-        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
-    ) -> list[list[int]]:
+    def picks(self, items: Items, source: Items, own: Sequence[int | None]) -> list[list[int]]:
         """For each item the places of its examples in `source`; never `own`, its own place there."""
         if self.first:
             return [[i for i in range(self.count + 1) if i != place][: self.count] for place in own]
@@ -225,9 +229,7 @@ class HarnessDraw(Draw):
     and leaves the question's own record out, by its data.
     """
 
-    def picks(
-        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
-    ) -> list[list[int]]:
+    def picks(self, items: Items, source: Items, own: Sequence[int | None]) -> list[list[int]]:
         if self.first:
             return super().picks(items, source, own)
         generator = random.Random(HARNESS_SEED if self.seed is None else self.seed)
@@ -243,15 +245,59 @@ class HarnessDraw(Draw):
         return found
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Questions as turns of a chat, as lm-evaluation-harness has them: the description is the system's, an example the
+    user's and the model's (`multiturn`) or a part of the user's question, and no delimiter stands before an answer.
+    """
+
+    template: Any  # a `ChatTemplate`
+    delimiter: str
+    multiturn: bool
+
+    def of(self, item: Item, said: str, examples: Sequence[Item], separator: str) -> Item:
+        """The item with the description and its examples before it."""
+        turns = [("system", said)] if said else []
+        before = "" if self.multiturn else "".join(one.example + separator for one in examples)
+        for one in examples if self.multiturn else ():
+            turns += [("user", one.pairs[one.gold][0]), ("assistant", self._answer(one, one.gold))]
+        pairs = [
+            (
+                chat_text(self.template, [*turns, ("user", before + context)]),
+                self.template.plain(self._answer(item, place)),
+            )
+            for place, (context, _) in enumerate(item.pairs)
+        ]
+        return replace(item, pairs=tuple(pairs), text=self.template.plain(item.text))
+
+    def _answer(self, item: Item, place: int) -> str:
+        answer = item.pairs[place][1]
+        return answer if item.gap else answer.removeprefix(self.delimiter)
+
+
+def chat_text(template: Any, turns: Sequence[tuple[Any, str]]) -> str:
+    """The template's text; of one that knows no system, without its turn, as the harness does it."""
+    from ..inference.serving.api_types import Message
+
+    messages = [Message(role=role, content=content) for role, content in turns]
+    try:
+        return template.text(messages)
+    except WrongUse:
+        if messages[0].role != "system":
+            raise
+        return template.text(messages[1:])
+
+
 def with_examples(
     items: Sequence[Item],
     pool: Sequence[Item] | None,
     draw: Draw,
     description: str = "",
     separator: str = "\n\n",
+    chat: Chat | None = None,
 ) -> list[Item]:
-    """The items with the description and solved examples before every context. `pool` None: examples are the other
-    evaluated items. A record that is in the pool too, by its file and line, is no example of itself.
+    """The items with the description and solved examples before every context, or in a chat. `pool` None: examples are
+    the other evaluated items. A record that is in the pool too, by its file and line, is no example of itself.
     """
     source = items if pool is None else pool
     places = {item.where: place for place, item in enumerate(source)}
@@ -262,8 +308,14 @@ def with_examples(
         raise WrongUse(what, where=f"task {draw.task}", fix="lower --shots")
     picked = draw.picks(items, source, own) if draw.count else [[] for _ in items]
     made = []
-    for item, picks in zip(items, picked):
-        before = template(description).render(item.data) if description else ""
-        before += "".join(source[place].example + separator for place in picks)
-        made.append(replace(item, pairs=tuple((before + context, answer) for context, answer in item.pairs)))
+    for item, picks, place in zip(items, picked, own):
+        said = template(description).render(item.data) if description else ""
+        shown = [source[place] for place in picks]
+        if chat is not None:
+            made.append(chat.of(item, said, shown, separator))
+            continue
+        before = said + "".join(one.example + separator for one in shown)
+        same = len(before) if draw.first and place is None else 0
+        pairs = tuple((before + context, answer) for context, answer in item.pairs)
+        made.append(replace(item, pairs=pairs, before=same))
     return made

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.backend import EncoderBackend
 from ..core.errors import WrongUse
-from ..core.scorer import Ids, Question, Score
+from ..core.scorer import Ids, Question, Score, Texts
 from ..models.bert import BERT
 from .backend_reader import BackendRows
 from .items import MASK
@@ -92,7 +92,7 @@ class MaskedScorer(BatchedScorer):
         """Ids of each text, without [CLS] and [SEP]."""
         return [tuple(self.tokenizer.encode(text).tolist()) for text in texts]
 
-    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
+    def encode(self, questions: Sequence[Texts], before: Sequence[int] = ()) -> list[Question]:
         """(context, continuation) texts -> ids, each tokenised apart: WordPiece never merges over a blank."""
         ids = cache(self._with_masks)
         return [Question(tuple((ids(context), ids(rest)) for context, rest in pairs)) for pairs in questions]
@@ -138,9 +138,7 @@ class MaskedScorer(BatchedScorer):
         return Row(ids, asked, ids[asked].copy())
 
     def _masked(self, row: Row) -> np.ndarray:
-        """The row once for each asked token, with that token (and later pieces of its word) masked; masked
-        already, once.
-        """
+        """The row once for each asked token, which is masked with later pieces of its word; masked already, once."""
         if row.given:
             return row.ids[None]
         made = np.tile(row.ids, (len(row.asked), 1))
@@ -163,9 +161,8 @@ class MaskedScorer(BatchedScorer):
             places = np.concatenate([row.asked for row in rows])
             targets = np.concatenate([row.targets for row in rows])
             ranks = any(row.given for row in rows)  # of a cloze question the answer's rank counts
-            logprobs, greedy, above = self.reader.predict(
-                lines, owner, places, targets, self.batch_tokens, ranks
-            )
+            asked = lines, owner, places, targets, self.batch_tokens, ranks
+            logprobs, greedy, above = self.reader.predict(*asked)
             done = 0
             for number, row in zip(group, rows):
                 part = slice(done, done + len(row.asked))

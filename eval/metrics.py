@@ -36,9 +36,7 @@ def _mean(rows: Rows) -> np.ndarray:
 
 
 def _exp(nats: np.ndarray) -> np.ndarray:
-    """Capped: a page without blanks is one word of thousands of nats, and JSON has no infinity (nor should a
-    square of it).
-    """
+    """Capped: a page without blanks is one word of thousands of nats, and JSON has no infinity."""
     return np.exp(np.minimum(nats, MOST_NATS))
 
 

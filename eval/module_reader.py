@@ -11,7 +11,7 @@ of 100. Sums and the softmax are float32 whatever the model's dtype.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ..core.artifact import programs
+from ..core.scorer import Ids, Question
 from ..models.attention import scaled_dot_product
 from ..models.bert import BERT
 from ..models.gpt import GPT
 from ..models.layers import Attention, attending
 from ..models.linear import linear, one_kernel
 from ..models.transformer import AttentionPattern
-from .scoring import Tree
+from .scoring import Tree, plant
 
 BATCH_TOKENS = 16384  # of a GPU
 NARROW = 512  # hidden units: below, the head is most of the work, best done for many questions at a time
@@ -40,6 +41,7 @@ class ModuleReader:
     """A torch module that reads (`scoring.Reader`)."""
 
     name = ""
+    shares = False
 
     def __init__(self, model: GPT | BERT) -> None:
         self.model = model.eval()
@@ -60,6 +62,8 @@ class ModuleTrees(ModuleReader):
     """A GPT."""
 
     model: GPT
+    shares = True
+    trunk: tuple[Ids, list[tuple[Tensor, Tensor]]] = ((), [])  # keys and values of each layer, (1, G, S, D)
 
     @cached_property
     def backend(self) -> Any:
@@ -74,28 +78,39 @@ class ModuleTrees(ModuleReader):
         self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Of the targets (T,) at `lines` (T,) of the trees behind one another: log-probability, and whether it is
-        the arg-max.
+        the arg-max. All have one trunk, which is kept for the next call.
+        """
+        if (trunk := trees[0].trunk) != self.trunk[0]:
+            self.trunk = trunk, []
+            if trunk:
+                self.hidden([plant(Question(((trunk, (0,)),)), len(trunk))], self.trunk[1].append)
+        head = self.model.output_weight(), self.model.output_bias(), self.hidden(trees)
+        return token_logprobs(*head, lines, targets, softcap=self.model.config.logit_softcap)[:2]
+
+    def hidden(self, trees: Sequence[Tree], keep: Callable[[Any], None] | None = None) -> Tensor:
+        """(S, W): hidden states of the trees behind one another, filled up to whole blocks. `keep` is given the keys
+        and values of every layer.
         """
         tokens = sum(tree.tokens for tree in trees)
         packed = np.zeros((2, whole_blocks(tokens)), np.int64)
         packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])
         packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
         ids, positions = torch.from_numpy(packed).to(self.device)
-        config, weight_VW = self.model.config, self.model.output_weight()
 
         @cache
         def attention(pattern: AttentionPattern | None, layer: int) -> Callable[..., Tensor]:
-            return tree_attention(trees, self.device, weight_VW.dtype, pattern, layer)
+            return tree_attention(trees, self.device, self.model.output_weight().dtype, pattern, layer)
 
         def of_layer(layer: int) -> Callable[..., Tensor]:
-            pattern = config.pattern_of(layer)
-            return attention(pattern, layer if pattern and pattern.random_blocks else 0)  # each draws its own
+            pattern = self.model.config.pattern_of(layer)
+            attend = attention(
+                pattern, layer if pattern and pattern.random_blocks else 0
+            )  # each draws its own
+            return partial(attend, keep=keep, before=self.trunk[1][layer] if trees[0].trunk else ())
 
         modules = (module for module in self.model.modules() if isinstance(module, Attention))
         with attending(modules, of_layer):
-            hidden_SW = self.model.hidden(ids[None], positions[None])[0]
-        head = weight_VW, self.model.output_bias(), hidden_SW
-        return token_logprobs(*head, lines, targets, softcap=config.logit_softcap)[:2]
+            return self.model.hidden(ids[None], positions[None])[0]
 
 
 class ModuleRows(ModuleReader):
@@ -160,13 +175,29 @@ def tree_attention(
             calls.append((asked, tokens, start, mask))
         start = tokens
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0, **_: Any) -> Tensor:
-        """q (1, A, S, D), k and v (1, G, S, D) -> (1, A, S, D); lines behind the last row are zero."""
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softcap: float = 0.0,
+        before: Sequence[Tensor] = (),
+        keep: Callable[[Any], None] | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """q (1, A, S, D), k and v (1, G, S, D) -> (1, A, S, D); lines behind the last row are zero. `before`: keys and
+        values of the trunk; `keep` is given those of the trees.
+        """
+        if keep is not None:
+            keep((k[:, :, :tokens].clone(), v[:, :, :tokens].clone()))
         out = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         out[:, :, tokens:] = 0
         for first, stop, seen, mask in calls:
-            part = q[:, :, first:stop], k[:, :, seen:stop], v[:, :, seen:stop]
-            found = scaled_dot_product(*part, mask=mask, is_causal=mask is None, softcap=softcap)
+            own: tuple[Tensor, ...] = (k[:, :, seen:stop], v[:, :, seen:stop])
+            if before:
+                own = tuple(torch.cat(both, dim=2) for both in zip(before, own))
+            found = scaled_dot_product(
+                q[:, :, first:stop], *own, mask=mask, is_causal=mask is None, softcap=softcap
+            )
             out[:, :, first:stop] = found
         return out
 
@@ -176,18 +207,22 @@ def tree_attention(
 def _mask(
     tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int
 ) -> Tensor | None:
-    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence. With
-    a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch stands for.
+    """What the last rows of a tree may see of its trunk and itself, (rows, T + S), 0 or -inf; None when the whole tree
+    is one causal sequence. With a `pattern` or a trunk all rows need a mask: who sees whom goes by the positions of the
+    sequence that a branch stands for.
     """
-    if not tree.branches and pattern is None:
+    if not tree.branches and pattern is None and not tree.trunk:
         return None
-    branch = np.repeat(np.arange(len(tree.branches) + 1), (tree.tokens - sum(tree.branches), *tree.branches))
-    order = np.arange(tree.tokens)
-    first = 0 if pattern is not None or tree.tokens <= ONE_CALL_TOKENS else tree.prefix
-    mine = branch[first:, None]
-    seen = ((branch == 0) | (branch == mine)) & (order <= order[first:, None])
+    behind = len(tree.trunk)
+    lengths = behind + tree.tokens - sum(tree.branches), *tree.branches
+    branch = np.repeat(np.arange(len(tree.branches) + 1), lengths)
+    order = np.arange(behind + tree.tokens)
+    whole = pattern is not None or behind or tree.tokens <= ONE_CALL_TOKENS
+    first = behind if whole else tree.prefix
+    seen = ((branch == 0) | (branch == branch[first:, None])) & (order <= order[first:, None])
     if pattern is not None:
-        seen &= pattern.sees(tree.positions[first:, None], tree.positions, causal=True, layer=layer)
+        places = np.append(np.arange(behind), tree.positions)
+        seen &= pattern.sees(places[first:, None], places, causal=True, layer=layer)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(torch.from_numpy(~seen).to(device), float("-inf"))
 

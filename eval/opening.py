@@ -27,6 +27,7 @@ class ScorerOptions:
     keep_tokens: bool = False
     pll: str = "within_word_l2r"
     dtype: str = "auto"
+    apply_chat_template: bool = False  # the one beside the tokenizer
     url: str | None = None  # of a server; then its model's name, the tokenizer's path, and requests at once
     model: str | None = None
     tokenizer: Path | None = None
@@ -35,9 +36,7 @@ class ScorerOptions:
 
 @dataclass(frozen=True)
 class Opened:
-    """A scorer with what a report says of its model: family, where it came from, the step of a checkpoint,
-    the module.
-    """
+    """A scorer with what a report says of its model."""
 
     scorer: Scorer
     family: str
@@ -66,7 +65,8 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     if hasattr(module, "encoder"):
         why = f"its head is {module.head.kind}"
         raise WrongUse("this BERT has no masked-word head to score with", where=path, why=why)
-    scorer = scorer_of(module or loaded.backend, loaded.family, tokenizer, options, loaded.input.hash)
+    own = {"identity": loaded.input.hash, "chat": open_chat(options, file.parent, tokenizer, loaded.family)}
+    scorer = scorer_of(module or loaded.backend, loaded.family, tokenizer, options, **own)
     if options.window is not None and options.window > (longest := scorer.recipe["window"]):
         warn(f"--window {options.window:,} is longer than the model's {longest:,} tokens, which are used")
     if loaded.family != "bert" and options.pll != ScorerOptions.pll:
@@ -77,11 +77,10 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
 
 
 def scorer_of(
-    model: Any, family: str, tokenizer: Any, options: ScorerOptions = ScorerOptions(), identity: str = ""
+    model: Any, family: str, tokenizer: Any, options: ScorerOptions = ScorerOptions(), **own: Any
 ) -> Scorer:
-    """The scorer of a module or a backend."""
-    common: dict[str, Any] = {key: getattr(options, key) for key in ("window", "batch_tokens", "keep_tokens")}
-    common["identity"] = identity
+    """The scorer of a module or a backend; `own`: see `BatchedScorer`."""
+    common = {key: getattr(options, key) for key in ("window", "batch_tokens", "keep_tokens")} | own
     if family == "bert":
         from .masked import MaskedScorer
 
@@ -90,6 +89,19 @@ def scorer_of(
 
     bos = tokenizer.puts_bos if options.bos is None else options.bos
     return CausalScorer(model, tokenizer, bos=bos, **common)
+
+
+def open_chat(options: ScorerOptions, directory: Path, tokenizer: Any, family: str = "gpt") -> Any:
+    """The chat template beside the tokenizer, None where none is asked for. Raises WrongUse when there is none."""
+    if not options.apply_chat_template:
+        return None
+    from ..inference.serving.served import ChatTemplate
+
+    if family != "gpt" or (found := ChatTemplate.find(directory, tokenizer)) is None:
+        why = f"a {family} with neither chat_template.jinja nor one in tokenizer_config.json"
+        fix = "leave --apply-chat-template out, or put the model's template beside its tokenizer"
+        raise WrongUse("the model has no chat template", where=directory, why=why, fix=fix)
+    return found
 
 
 def runs_on_gpu(kind: str) -> bool:
@@ -122,9 +134,7 @@ def own_gpu(device: str, auto: bool = True) -> str:
 
 
 def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
-    """Raises WrongUse when the model cannot predict all tokens; a much smaller vocabulary may be another
-    model's and is said.
-    """
+    """Raises WrongUse when the model cannot predict all tokens; says a much smaller vocabulary: another model's?"""
     sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {vocab_size:,}"
     if tokenizer.vocab_size > vocab_size:
         what = "the tokenizer does not belong to the model"
@@ -143,9 +153,7 @@ def checkpoints_of(run: Path | str) -> list[Path]:
 
 
 def task_scorer(names: str, limit: int | None = None) -> Callable[[Any], dict[str, float]]:
-    """A function that scores a loaded backend on tasks: {"task metric": value} of metrics of which more is
-    better. Raises WrongUse for tasks that are not known, at once.
-    """
+    """A function that scores a loaded backend on tasks: {"task metric": value} of metrics of which more is better."""
     from ..data.tokenizer import Tokenizer
     from .asked import Settings
     from .runner import evaluate

@@ -1,6 +1,4 @@
-"""Scores as files: JSON for machines, Markdown and a self-contained HTML page for people, every record's
-answer beside them.
-"""
+"""Scores as files: JSON for machines, Markdown and an HTML page for people, every record's answer beside them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -58,9 +56,7 @@ def lines_of(results: dict[str, Any], table: Callable[..., list[str]] = table, t
 
 
 def further_tables(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]]:
-    """What was asked for besides: scores of the second form beside the first's, and scores without records
-    found in a store.
-    """
+    """What was asked for besides: scores of the second form, and scores without the records found in a store."""
     tables: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
     if against := results.get("against"):
         title = f"Against {against['path']}: no token's log-probability is more than {against['bound']:g} nats apart"
@@ -150,9 +146,7 @@ def curves(history: Sequence[dict[str, Any]]) -> list[Chart]:
 
 
 def check_place(path: Path) -> None:
-    """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or
-    replace an artifact.
-    """
+    """Raises WrongUse when something else than earlier scores stands at `path`."""
     why = ""
     if is_artifact(path):
         kind = read_manifest(path).kind

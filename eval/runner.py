@@ -28,8 +28,8 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one
-    without. Raises WrongUse when the environment has not all that it takes to meet.
+    """The processes that a launcher has started with RANK and WORLD_SIZE; one without. Raises WrongUse when the
+    environment has not all that it takes to meet.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()

@@ -10,6 +10,8 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ from ..core.backend import Limits, batches
 from ..core.errors import Failed
 from ..core.files import sha256_json
 from ..core.hardware import return_freed_memory
-from ..core.scorer import Question, Score, Scored, check_question
+from ..core.scorer import Ids, Question, Score, Scored, check_question, common
 
 # What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
 OUT_OF_MEMORY = re.compile(
@@ -37,11 +39,12 @@ class Reader(Protocol):
     vocab_size: int
     context: int  # tokens of the longest input
     batch_tokens: int  # tokens of a batch that suit it
+    shares: bool  # it computes the trunk of several questions once
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A question laid out as one row of S tokens: a prefix, then branches."""
+    """A question laid out as one row of S tokens behind its trunk: a prefix, then branches."""
 
     ids: np.ndarray  # (S,) int64
     positions: np.ndarray  # (S,) int64
@@ -49,6 +52,7 @@ class Tree:
     branches: tuple[int, ...]  # tokens of each branch; none for a plain sequence
     lines: tuple[np.ndarray, ...]  # for each pair, the rows that predict its continuation, (n,) int64
     targets: tuple[np.ndarray, ...]  # for each pair, the continuation's ids, (n,) int64
+    trunk: Ids = ()  # what other questions begin with too
 
     @property
     def tokens(self) -> int:
@@ -60,10 +64,8 @@ def plant(question: Question, window: int) -> Tree:
     by the caller).
     """
     wholes = [np.array(context + continuation, np.int64) for context, continuation in question.pairs]
-    inputs = [whole[-(window + 1) :][:-1] for whole in wholes]
-    shortest = min(map(len, inputs))
-    same = np.all([ids[:shortest] == inputs[0][:shortest] for ids in inputs], axis=0)
-    prefix = int(np.append(same, False).argmin())
+    inputs = [whole[-(window + 1) :][question.shared : -1] for whole in wholes]
+    prefix = common(inputs)
     rests = [ids[prefix:] for ids in inputs]
     branches = tuple(len(rest) for rest in rests if len(rest))
     starts = prefix + np.concatenate([[0], np.cumsum([len(rest) for rest in rests])])
@@ -71,19 +73,22 @@ def plant(question: Question, window: int) -> Tree:
     for (_, continuation), ids, start in zip(question.pairs, inputs, starts):
         place = np.arange(len(ids) - len(continuation), len(ids))
         lines.append(np.where(place < prefix, place, place - prefix + start))
+    positions = np.concatenate([np.arange(prefix), *(prefix + np.arange(len(rest)) for rest in rests)])
     return Tree(
         ids=np.concatenate([inputs[0][:prefix], *rests]),
-        positions=np.concatenate([np.arange(prefix), *(prefix + np.arange(len(rest)) for rest in rests)]),
+        positions=positions + question.shared,
         prefix=prefix,
         branches=branches if len(branches) > 1 else (),
         lines=tuple(lines),
         targets=tuple(np.array(continuation, np.int64) for _, continuation in question.pairs),
+        trunk=question.trunk,
     )
 
 
 class BatchedScorer:
-    """Answers questions in batches. `identity` names the weights (a checkpoint's hash); `batch_tokens` bounds
-    memory, not results. With `keep_tokens` answers carry the log-probability of every token.
+    """Answers questions in batches. `identity` names the weights (a checkpoint's hash); `batch_tokens` bounds memory,
+    not results. With `keep_tokens` answers carry the log-probability of every token. `chat`: the `ChatTemplate` that
+    texts have been through.
     """
 
     window: int
@@ -98,10 +103,13 @@ class BatchedScorer:
         identity: str = "",
         batch_tokens: int | None = None,
         keep_tokens: bool = False,
+        chat: Any = None,
     ) -> None:
-        self.tokenizer, self.keep_tokens = tokenizer, keep_tokens
+        self.tokenizer, self.keep_tokens, self.chat = tokenizer, keep_tokens, chat
         self.batch_tokens = batch_tokens or reader.batch_tokens
         self.recipe = recipe | {"dtype": reader.dtype}
+        if chat is not None:
+            self.recipe["chat template"] = sha256_json(chat.source)[:12]
         known = [identity, tokenizer.fingerprint(), self.recipe, keep_tokens, reader.by]
         self.identity = sha256_json(known)
 
@@ -120,16 +128,20 @@ class BatchedScorer:
         return Score(total, int(greedy.sum()), len(logprobs), rank, kept)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as
+        """Answers, trunk by trunk, longest questions first, so that memory is at its peak at once. Raises Failed as
         `check_question` does.
         """
         for question in questions:
             check_question(question, self.window, mask=self.mask)
         laid = [self.laid_out(question) for question in questions]
-        order = sorted(range(len(laid)), key=lambda index: (-laid[index][0], index))
-        limits = Limits(tokens=self.batch_tokens)
+        alike: dict[Ids, list[int]] = {}
+        for index in sorted(range(len(laid)), key=lambda index: (-laid[index][0], index)):
+            alike.setdefault(questions[index].trunk, []).append(index)
+        cut = partial(batches, limits=Limits(tokens=self.batch_tokens), packed=True)
         returned = time.monotonic()
-        for batch in batches(order, lambda index: laid[index][0], limits, packed=True):
+        for batch in chain.from_iterable(
+            cut(order, lambda index: laid[index][0]) for order in alike.values()
+        ):
             yield from halving(batch, lambda part: self.answered([laid[index][1] for index in part]))
             if time.monotonic() - returned > RETURN_SECONDS:
                 return_freed_memory()  # what differing sizes leave in the heap adds up to 20 MB

@@ -37,9 +37,7 @@ class Request(Settings, ScorerOptions):
 
     @property
     def home(self) -> Path:
-        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all
-        that lies inside it.
-        """
+        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all in it."""
         if self.out is not None:
             return self.out
         if self._in_run:
@@ -109,9 +107,9 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         return None
     rows: list[tuple[Any, ...]] = []
     for found in history:
-        for one in summaries(found):
-            for name, metric in one["metrics"].items():
-                rows.append((found["step"], one["task"], name, metric["value"], metric["stderr"]))
+        for summary in summaries(found):
+            for name, metric in summary["metrics"].items():
+                rows.append((found["step"], summary["task"], name, metric["value"], metric["stderr"]))
         rows += [(found["step"], "validation", *figure, None) for figure in found["validation"].items()]
     last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
     lines = table(("step", "task", "metric", "value", "stderr"), rows)
@@ -168,9 +166,7 @@ def _score(
 
 
 def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
-    """The run's own validation figures of a checkpoint of ours (loss, bits per byte; masked-token and sentence
-    accuracy), none of foreign models; without tasks (`needed`) their absence is an error.
-    """
+    """The run's own validation figures of a checkpoint of ours; without tasks (`needed`) their absence is an error."""
     run = Path(opened.input.path).absolute().parents[1] if opened.step is not None else None
     if run is None or not (run / "recipe.toml").is_file():
         if needed:
@@ -202,11 +198,8 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
 def check_alike(one: Opened, other: Opened) -> None:
     """Raises WrongUse when two forms of a model would be asked different questions."""
     ours, theirs = one.scorer.recipe, other.scorer.recipe
-    differ = [
-        f"{key} {ours.get(key)} and {theirs.get(key)}"
-        for key in ("window", "bos")
-        if ours.get(key) != theirs.get(key)
-    ]
+    both = [(key, ours.get(key), theirs.get(key)) for key in ("window", "bos")]
+    differ = [f"{key} {own} and {other}" for key, own, other in both if own != other]
     if one.tokenizer.vocab != other.tokenizer.vocab:
         differ.append("tokenizers with other tokens")
     if one.family != other.family:
@@ -218,9 +211,7 @@ def check_alike(one: Opened, other: Opened) -> None:
 
 
 def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, bound: float) -> dict[str, Any]:
-    """Compare log-probabilities token by token. Raises Refused above `bound`, naming the record; returns the
-    largest per task.
-    """
+    """Largest difference of a token's log-probability by task. Raises Refused above `bound`, naming the record."""
     worst: dict[str, float] = {}
     for first, second in zip(ours, theirs, strict=True):
         task = first.summary["task"]

@@ -102,9 +102,7 @@ class BoundTask:
 
 
 def _root(data_dir: Path | None) -> Path:
-    """Where files are looked for: the user's directory alone, or the shipped samples. A file that the user's
-    directory lacks is not filled in from the samples, whose records may be others.
-    """
+    """Where files are looked for: the user's directory alone, or the shipped samples, which may be other records."""
     return _ROOM.parent / "recipes" / "samples" if data_dir is None else data_dir
 
 
@@ -162,10 +160,8 @@ def _members(group: str, task: Task) -> Iterator[BoundTask]:
         yield BoundTask(group, "", task, task.source)
     for name, values in task.members.items():
         fill = {"name": name.removeprefix(f"{group}_"), **values}
-        tree = {
-            key: value if key == "keep" else _fill(value, fill)
-            for key, value in task.source.model_dump().items()
-        }
+        given = task.source.model_dump().items()
+        tree = {key: value if key == "keep" else _fill(value, fill) for key, value in given}
         yield BoundTask(name, group, task, Source.model_validate(tree), member=fill)
 
 

@@ -18,8 +18,7 @@ class Source(Section):
     files: list[str]
     """Patterns below --data-dir (without it, below the shipped samples), in order of preference."""
     fewshot_files: list[str] = []
-    """The same for the records that few-shot examples are drawn from; none: the evaluated records themselves.
-    """
+    """The same for the records that few-shot examples are drawn from; none: the evaluated ones."""
     dataset: str = ""
     """Name for the `datasets` library, used only when no local file is found and no --data-dir is given."""
     config: str | None = None

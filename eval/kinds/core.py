@@ -7,21 +7,18 @@ number of examples and what guessing scores, in per cent, are the member's.
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 
 import numpy as np
 
-from ...core.scorer import Question, Score, Scorer
-from ..items import HARNESS_SEED, Draw, Form, Item
+from ...core.scorer import Question, Score, Scorer, common
+from ..items import HARNESS_SEED, Draw, Form, Item, Items
 from .kind import Asks, Kind, Outcome
 
 
 class CoreDraw(Draw):
     """As nanochat draws: records in one shuffled order, and of each the sample of a generator of its own."""
 
-    def picks(
-        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
-    ) -> list[list[int]]:
+    def picks(self, items: Items, source: Items, own: Sequence[int | None]) -> list[list[int]]:
         order = list(range(len(source)))
         random.Random(1337).shuffle(order)
         found = []
@@ -60,9 +57,9 @@ class Core(Kind):
             if len(wholes) == 1:
                 cuts = [1 + len(*scorer.tokenize(contexts))]
             elif len({*contexts}) == 1:
-                cuts = [min(_alike(wholes), *(len(whole) - 1 for whole in wholes))] * len(wholes)
+                cuts = [min(common(wholes), *(len(whole) - 1 for whole in wholes))] * len(wholes)
             else:
-                same = _alike([whole[::-1] for whole in wholes])
+                same = common([whole[::-1] for whole in wholes])
                 cuts = [max(1, len(whole) - same) for whole in wholes]
             question = Question(tuple((whole[:cut], whole[cut:]) for whole, cut in zip(wholes, cuts)))
             yield [question], scorer.lost(question)
@@ -72,8 +69,3 @@ class Core(Kind):
         right = float(np.argmax(means) == item.gold) if item.choices else float(scores[0].greedy)
         guessed = float(self.member.get("guessed", 0)) / 100
         return {"acc": [right], "centred": [(right - guessed) / (1 - guessed)]}
-
-
-def _alike(rows: Sequence[Sequence[int]]) -> int:
-    """How many numbers the rows begin with alike."""
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*rows)))

@@ -14,6 +14,7 @@ from ..metrics import Metric, metric_of
 from ..task_file import Task
 
 Outcome = dict[str, list[float]]  # what a record contributes to each metric
+ASKED = "kind prompt delimiter until max_tokens stride description separator"  # what the prompt hash covers
 Asks = list[Any]  # of one record: Questions or, where the model writes, contexts
 
 
@@ -27,10 +28,7 @@ class Kind:
     draw: type[Draw] | None = None  # what draws its examples, where that is not the user's choice
     probabilities = True  # answers have log-probabilities
     runs_programs = False  # scoring runs what the model has written
-    # what the prompt hash covers
-    asked = frozenset(
-        ["kind", "prompt", "delimiter", "until", "max_tokens", "stride", "description", "separator"]
-    )
+    asked = frozenset(ASKED.split())
 
     def __init__(
         self, task: Task, name: str, form: type[Form] = Form, member: Mapping[str, str] | None = None
@@ -59,7 +57,7 @@ class Kind:
         """For each item what is asked of the model, and how many context tokens the window takes from it. Raises
         WrongUse for a model that cannot answer.
         """
-        for question in scorer.encode([item.pairs for item in items]):
+        for question in scorer.encode([item.pairs for item in items], [item.before for item in items]):
             yield [question], scorer.lost(question)
 
     def key(self, ask: Any) -> str:

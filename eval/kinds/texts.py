@@ -27,12 +27,8 @@ class Text(Kind):
 
     def item(self, form: Form) -> Item:
         text = form.text("text")
-        return Item(
-            form.where,
-            text=text,
-            original=form.text("original") if form.prompt.original else text,
-            data=form.data,
-        )
+        original = form.text("original") if form.prompt.original else text
+        return Item(form.where, text=text, original=original, data=form.data)
 
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
         for ids in scorer.tokenize([item.text for item in items]):

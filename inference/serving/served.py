@@ -263,7 +263,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise WrongUse("the chat template is broken", where=CHAT, why=str(error)) from error
-        self._tokenizer, self._names = tokenizer, names
+        self.source, self._tokenizer, self._names = source, tokenizer, names
         added = tokenizer.config.get("added_tokens") or []
         self._special = {token["content"]: int(token["id"]) for token in added}
         longest_first = sorted(self._special, key=len, reverse=True)
@@ -289,22 +289,30 @@ class ChatTemplate:
 
     def ids(self, messages: Sequence[Message]) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
+        return self.encode(self.text(messages))
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The same before it is encoded."""
         given = [
-            {"role": message.role, "content": self._plain(message.text(), message.role == "assistant")}
-            | ({"name": self._plain(message.name)} if message.name else {})
+            {"role": message.role, "content": self.plain(message.text(), message.role == "assistant")}
+            | ({"name": self.plain(message.name)} if message.name else {})
             for message in messages
         ]
         try:
-            text = self._template.render(messages=given, add_generation_prompt=True, **self._names)
+            return self._template.render(messages=given, add_generation_prompt=True, **self._names)
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             why = f"the model's chat template says: {error}"
             raise WrongUse("the messages do not fit the chat template", where="messages", why=why) from error
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text whose special tokens count, but for those that `plain` has marked; int64 (S,)."""
         special = self._special
         parts = self._any_special.split(text)  # texts and special tokens by turns
         ids = [np.array([special[part]]) if part in special else self._encode(part) for part in parts]
         return np.concatenate(ids).astype(np.int64)
 
-    def _plain(self, text: str, own: bool = False) -> str:
+    def plain(self, text: str, own: bool = False) -> str:
+        """The text with a mark in every special token that it spells; `own`: but for those that a model says."""
         text, forged = text.replace(BREAK, ""), self._not_said if own else self._any_special
         return forged.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 

@@ -35,6 +35,7 @@ FILES = {
     "mrpc": "glue/mrpc/default.yaml",
     "sst2": "glue/sst2/default.yaml",
     "triviaqa": "triviaqa/default.yaml",
+    "nq_open": "nq_open/nq_open.yaml",
     "wikitext_2": "wikitext/wikitext.yaml",
 }
 
@@ -103,23 +104,25 @@ def requests(
 
 
 def scores(
-    folder: Path, records: dict[str, list[dict[str, Any]]], model: Path, batch: int = 8
+    folder: Path, records: dict[str, list[dict[str, Any]]], model: Any, batch: int = 8, **how: Any
 ) -> dict[str, dict[str, Any]]:
-    """The harness's scores of a Hugging Face directory: {our task: {"metrics": {name: value}, "answers":
-    [...]}}.
+    """The harness's scores of a Hugging Face directory, or of a model of its own form: {our task: {"metrics": {name:
+    value}, "answers": [...]}}; `how` goes to its `simple_evaluate`.
     """
     import lm_eval
+    import lm_eval.models  # which names its own, also where a model of another package was named first
 
     manager, names = load(folder, records)
     found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(model), "dtype": "float32"},
+        model="hf" if isinstance(model, Path) else model,
+        model_args={"pretrained": str(model), "dtype": "float32"} if isinstance(model, Path) else None,
         tasks=list(names.values()),
         batch_size=batch,
         device="cpu",
         task_manager=manager,
         log_samples=True,
         bootstrap_iters=0,
+        **how,
     )
     made = {}
     for name, theirs in names.items():

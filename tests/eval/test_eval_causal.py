@@ -10,7 +10,7 @@ from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
 from throughline.eval.causal import CausalScorer
 from throughline.eval.items import Item
-from throughline.eval.module_reader import token_logprobs
+from throughline.eval.module_reader import ModuleTrees, token_logprobs
 from throughline.eval.opening import ScorerOptions, open_scorer
 from throughline.eval.scoring import plant
 from throughline.eval.task import find_tasks
@@ -97,6 +97,33 @@ def test_answers_are_the_same_bits_in_any_batch(gpt, gpt2_tokenizer, threads: in
         assert all(one == found[0] for one in found[1:])
     finally:
         torch.set_num_threads(before)
+
+
+def test_solved_examples_are_read_once(gpt, windowed_gpt, gpt2_tokenizer, monkeypatch) -> None:
+    """Of all questions behind them, with the answers of questions of their own, and the same bits whatever is asked
+    with them; one that loses tokens to the window has them for itself.
+    """
+    shown = "Q: is water wet?\nA: yes\n\nQ: is fire cold?\nA: no\n\n"
+    texts = [[(shown + context, rest) for context, rest in pairs] for pairs in QUESTIONS]
+    real, reads = ModuleTrees.hidden, []
+    monkeypatch.setattr(ModuleTrees, "hidden", lambda *given: (reads.append(len(given)), real(*given))[1])
+    for model in (gpt, windowed_gpt):
+        scorer = CausalScorer(model, gpt2_tokenizer, keep_tokens=True, batch_tokens=50)
+        alone, behind = scorer.encode(texts), scorer.encode(texts, [len(shown)] * len(texts))
+        trunks = {question.trunk for question in behind}  # before an empty context without the line's end
+        assert len(trunks) <= 3 and max(map(len, trunks)) > 15
+        assert sum(bool(question.shared) for question in behind) > len(texts) // 2
+        assert any(map(scorer.lost, behind)) == (() in trunks)
+        wanted = answers(scorer, alone)
+        reads.clear()
+        found = answers(scorer, behind)
+        assert reads.count(3) == len(trunks - {()}) < reads.count(2)
+        for index, scores in wanted.items():
+            for a, b in zip(scores, found[index], strict=True):
+                np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-4, rtol=0)
+        for index, question in enumerate(behind):
+            other = CausalScorer(model, gpt2_tokenizer, keep_tokens=True, batch_tokens=10_000)
+            assert answers(other, [question])[0] == found[index]
 
 
 def test_a_backend_scores_like_the_module(gpt, gpt2_tokenizer) -> None:

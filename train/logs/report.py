@@ -99,8 +99,8 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     for name, value in validation.items():
         if not name.endswith(ERROR):
             error = validation.get(name + ERROR)
-            text = figure_text(value) + (f" \N{PLUS-MINUS SIGN} {figure_text(error)}" if error else "")
-            rows.append((figure_name(name).replace("_", " "), text))
+            figure = figure_text(value) + (f" \N{PLUS-MINUS SIGN} {figure_text(error)}" if error else "")
+            rows.append((figure_name(name).replace("_", " "), figure))
     for name, (title, text) in MEDIANS.items():
         # none is above all: MFU of a step that was faster than the peak, which was measured on a busy machine
         values = sorted(math.inf if step[name] is None else step[name] for step in steps if name in step)
