@@ -13,19 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ...core import backend as protocol
 from ...core.artifact import Input
-from ...core.backend import (
-    ALL,
-    CausalBackend,
-    EncoderBackend,
-    Ids,
-    Limits,
-    OneCall,
-    Span,
-    Want,
-    divergence,
-    on_host,
-)
+from ...core.backend import CausalBackend, EncoderBackend, Ids, Span
 from ...core.errors import Refused
 from ...models.config import GPTConfig
 from ..runtimes.backends import Loaded, torch_backend
@@ -80,7 +70,7 @@ class Case:
     lengths_B: np.ndarray  # real tokens per row; the rest is padding
 
 
-def sweep(vocab_size: int, context: int, limits: Limits = ALL, seed: int = 0) -> list[Case]:
+def sweep(vocab_size: int, context: int, limits: protocol.Limits = protocol.ALL, seed: int = 0) -> list[Case]:
     """Random ids in the shapes that break exports; nothing is longer than the context, or beyond the limits."""
     rng = np.random.default_rng(seed)
     cases = []
@@ -100,10 +90,11 @@ def compare(
     reference: Loaded, candidate: Loaded, bounds: Bounds = BOUNDS["fp32"], cases: list[Case] | None = None
 ) -> dict[str, Any]:
     """The parity report: per case (None: `sweep`) and output, and over all of them: whether every bound holds."""
-    rows = []
+    rows, backends = [], (reference.backend, candidate.backend)
+    outputs: Callable[[Any, Case], Iterator[Pair]] = _causal_outputs if reference.causal else _encoder_outputs
     for case in cases or sweep(reference.config.vocab_size, reference.config.sequence_length):
         tallies: dict[str, Tally] = {}
-        for name, ours, theirs in outputs_of(reference, candidate, case):
+        for name, ours, theirs in outputs(backends, case):
             tallies.setdefault(name, Tally("logits" in name)).add(ours, theirs)
         rows += [tally.row(case.name, name, bounds) for name, tally in tallies.items()]
     names = dict.fromkeys(row["output"] for row in rows)
@@ -119,38 +110,25 @@ def compare(
     return report | {"cases": rows}
 
 
-def outputs_of(reference: Loaded, candidate: Loaded, case: Case) -> Iterator[Pair]:
-    """Both models' outputs for a case in pieces, one row per real token where an output has one per token."""
-    backends = reference.backend, candidate.backend
-    if reference.causal is not None:
-        yield from _causal_outputs(backends, case)
-        return
-    ours, theirs = (_encoder_outputs(backend, case) for backend in backends)
-    for name in ours:
-        yield name, ours[name], theirs[name]
-
-
 def _causal_outputs(backends: tuple[CausalBackend, CausalBackend], case: Case) -> Iterator[Pair]:
     """Logits of real tokens: of one call, of calls with a piece each, and with ragged pasts token by token."""
     batch, length = case.ids_BS.shape
     most = max(1, PIECE_NUMBERS // (batch * backends[0].vocab_size))
     texts = [ids[:real] for ids, real in zip(case.ids_BS, case.lengths_B)]
-    if length <= AT_ONCE_TOKENS:
-        spans = [Span(row, 0, ids, min(most, len(ids))) for row, ids in enumerate(texts)]
-        caches = [b.new_cache(batch) for b in backends]  # of llama.cpp the logits are its memory
-        ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
-        yield "logits at once", ours, theirs
-    if length == 1:
-        return
-    caches = [b.new_cache(batch) for b in backends]
-    step = min(most, length // 2)
+    caches = [b.new_cache(batch) for b in backends]  # of llama.cpp the logits are its memory
 
     def both(starts: Sequence[int], tokens: int) -> tuple[np.ndarray, np.ndarray]:
         parts = [ids[start : start + tokens] for ids, start in zip(texts, starts)]
-        spans = [Span(row, starts[row], ids, len(ids)) for row, ids in enumerate(parts) if len(ids)]
-        ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
+        spans = [Span(i, starts[i], ids, min(most, len(ids))) for i, ids in enumerate(parts) if len(ids)]
+        ours, theirs = (protocol.on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
         return ours, theirs
 
+    if length <= AT_ONCE_TOKENS:
+        yield "logits at once", *both([0] * batch, length)
+        caches = [b.new_cache(batch) for b in backends]
+    if length == 1:
+        return
+    step = min(most, length // 2)
     for start in range(0, length, step):
         yield "logits in pieces", *both([start] * batch, step)
     # Two single tokens of each row on top of its own past, which the pieces above have left in the caches.
@@ -159,24 +137,26 @@ def _causal_outputs(backends: tuple[CausalBackend, CausalBackend], case: Case) -
         yield "logits of ragged decode", *both(starts.tolist(), 1)
 
 
-def _encoder_outputs(backend: EncoderBackend, case: Case) -> Outputs:
+def _encoder_outputs(backends: tuple[EncoderBackend, EncoderBackend], case: Case) -> Iterator[Pair]:
+    """Everything that is said of a real token, and of a row."""
     batch, length = case.ids_BS.shape
     everywhere = np.tile(np.arange(length), (batch, 1))
     real = everywhere < case.lengths_B[:, None]
     types = (everywhere * 2 >= case.lengths_B[:, None]).astype(np.int64)
-    most = max(1, PIECE_NUMBERS // (batch * backend.vocab_size))
+    most = max(1, PIECE_NUMBERS // (batch * backends[0].vocab_size))
     asked = np.unique(np.linspace(0, length - 1, min(most, length)).astype(np.int64))
-    outputs = backend.forward(case.ids_BS, types, real, np.tile(asked, (batch, 1)))
-    found = {}
-    for name, value in outputs.items():
+    given = case.ids_BS, types, real, np.tile(asked, (batch, 1))
+    ours, theirs = (backend.forward(*given) for backend in backends)
+
+    def of_real(name: str, value: np.ndarray) -> np.ndarray:
+        if name in ("start_logits", "end_logits"):
+            return np.where(real, value, value[:, :1])  # one distribution over the places of each row
         if name == "mlm_logits":
-            value = value[real[:, asked]]
-        elif name in ("start_logits", "end_logits"):
-            value = np.where(real, value, value[:, :1])  # one distribution over the places of each row
-        elif value.ndim == 3:
-            value = value[real]
-        found[name] = value
-    return found
+            return value[real[:, asked]]
+        return value[real] if value.ndim == 3 else value
+
+    for name in ours:
+        yield name, of_real(name, ours[name]), of_real(name, theirs[name])
 
 
 class Tally:
@@ -200,7 +180,7 @@ class Tally:
         if self.logits:
             self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             if ours.ndim == 2 and ours.shape[-1] > 1:
-                self.kl += float(divergence(ours, theirs).sum(dtype=np.float64))
+                self.kl += float(protocol.divergence(ours, theirs).sum(dtype=np.float64))
 
     def errors(self) -> dict[str, float]:
         """Largest and mean error, and the largest value of the reference."""
@@ -221,12 +201,10 @@ class Tally:
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The worst of an output's lines."""
-    errors = [key for key in ("max_abs", "mean_abs", "kl") if key in rows[0]]
-    summary: dict[str, Any] = {key: float(np.max([row[key] for row in rows])) for key in errors}
-    summary |= {"scale": max(row["scale"] for row in rows), "passed": all(row["passed"] for row in rows)}
-    if "top1_agreement" in rows[0]:
-        summary["top1_agreement"] = min(row["top1_agreement"] for row in rows)
-    return summary
+    largest = [key for key in ("max_abs", "mean_abs", "kl", "scale") if key in rows[0]]
+    least = [key for key in ("passed", "top1_agreement") if key in rows[0]]
+    of_all = {key: [row[key] for row in rows] for key in largest + least}
+    return {key: (np.max if key in largest else np.min)(found).item() for key, found in of_all.items()}
 
 
 def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tuple[int, int]:
@@ -257,27 +235,6 @@ def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lam
 
     `bad_node` says where the first number that is not finite appears in the graph, if any does.
     """
-    _require_scores(report, what)
-    if report["passed"]:
-        return
-    bad = next(row for row in report["cases"] if not row["passed"])
-    where = f"{bad['output']}, case {bad['case']}"
-    if not np.isfinite(bad["scale"]):
-        fix = "export an earlier checkpoint; metrics.jsonl of its run says where the loss left the finite numbers"
-        raise Refused("the torch model itself gives numbers that are not finite", where=where, fix=fix)
-    if not np.isfinite(bad["max_abs"]):
-        fix = "export with --precision fp32: its numbers do not overflow"
-        raise Refused(f"{what} gives numbers that are not finite", where=where, why=bad_node(), fix=fix)
-    numbers = f"largest error {bad['max_abs']:.3g} > {report['bound']:g} x {bad['scale']:.3g}"
-    if bad["max_abs"] <= report["bound"] * bad["scale"]:
-        numbers = f"largest error {bad['max_abs']:.3g}"
-    if "top1_agreement" in bad:
-        numbers += f", top-1 agreement {bad['top1_agreement']:.2%}, mean KL {bad['kl']:.3g} nats"
-    fix = "nothing was written; report this with the model's model.json"
-    raise Refused(f"{what} does not compute what the torch model computes", where=where, why=numbers, fix=fix)
-
-
-def _require_scores(report: dict[str, Any], what: str) -> None:
     scores, text = report.get("scores"), report.get("text")
     if scores and not scores["passed"]:
         name, change = min(scores["difference"].items(), key=lambda item: item[1])
@@ -294,6 +251,21 @@ def _require_scores(report: dict[str, Any], what: str) -> None:
         fix = "choose a higher precision, or calibrate on text that is nearer to the model's own"
         what += " says other things than the torch model on real text"
         raise Refused(what, where=where, why=why, fix=fix)
+    if report["passed"]:
+        return
+    bad = next(row for row in report["cases"] if not row["passed"])
+    where = f"{bad['output']}, case {bad['case']}"
+    if not np.isfinite(bad["scale"]):
+        fix = "export an earlier checkpoint; metrics.jsonl of its run says where the loss left the finite numbers"
+        raise Refused("the torch model itself gives numbers that are not finite", where=where, fix=fix)
+    if not np.isfinite(bad["max_abs"]):
+        fix = "export with --precision fp32: its numbers do not overflow"
+        raise Refused(f"{what} gives numbers that are not finite", where=where, why=bad_node(), fix=fix)
+    numbers = f"largest error {bad['max_abs']:.3g} (bound {report['bound']:g} x {bad['scale']:.3g})"
+    if "top1_agreement" in bad:
+        numbers += f", top-1 agreement {bad['top1_agreement']:.2%}, mean KL {bad['kl']:.3g} nats"
+    fix = "nothing was written; report this with the model's model.json"
+    raise Refused(f"{what} does not compute what the torch model computes", where=where, why=numbers, fix=fix)
 
 
 def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "mean") -> Loaded:
@@ -318,7 +290,7 @@ def at_asked_positions(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
     return outputs | {"mlm_logits": np.take_along_axis(outputs.pop("logits"), ask_BN[..., None], 1)}
 
 
-class Adapted(OneCall):
+class Adapted(protocol.OneCall):
     """An encoder whose outputs `adapt` brings onto other terms. `one_type`: all tokens are of the first type."""
 
     def __init__(self, encoder: EncoderBackend, adapt: Adapt, one_type: bool = False) -> None:
@@ -326,7 +298,7 @@ class Adapted(OneCall):
         self.device, self.dtype = encoder.device, encoder.dtype
         self._encoder, self._adapt, self._one_type = encoder, adapt, one_type
 
-    def forward(self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None) -> Outputs:
+    def forward(self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Any = None) -> Outputs:
         types_BS = np.zeros_like(types_BS) if self._one_type else types_BS
         return self._adapt(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN), ask_BN)
 
@@ -334,7 +306,7 @@ class Adapted(OneCall):
 class OptimumCausal:
     """A GPT graph under optimum's names, row by row: of `core.backend.CausalBackend` enough to compare it."""
 
-    name, device, dtype, limits = "onnxruntime", "cpu", "fp32", ALL
+    name, device, dtype, limits = "onnxruntime", "cpu", "fp32", protocol.ALL
 
     def __init__(self, session: Any, config: GPTConfig) -> None:
         self.session = session
