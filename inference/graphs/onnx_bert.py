@@ -27,7 +27,7 @@ import torch
 from ...models.bert import BERT, BERTWithHead
 from ...models.config import BERTConfig
 from .graph_options import PLAIN, GraphOptions, Pooling
-from .onnx_blocks import HIDDEN_BY_MASK, Blocks
+from .onnx_blocks import Blocks
 from .onnx_writer import BOOL, CONTRIB, FLOAT, INT32, INT64, Graph, int8_by_output
 
 
@@ -56,7 +56,7 @@ def bert_graph(model: BERT | BERTWithHead, options: GraphOptions = PLAIN) -> Gra
         x = parts.linear(x, "projection")
     attention = _fused(parts, mask) if _fusable(parts) else _plain(parts, encoder, mask, length, steps)
     for layer in range(config.layers):
-        x = parts.block(x, layer, config.norm_first, partial(attention, layer=layer))
+        x = parts.block(x, layer, partial(attention, layer=layer))
     if config.norm_first:
         x = parts.norm(x, "norm")
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
@@ -84,8 +84,7 @@ def _plain(parts: Blocks, model: BERT, mask: str, length: str, steps: str) -> Ca
             apart = graph.node("Abs", graph.node("Sub", steps, graph.node("Unsqueeze", steps, graph.ints(1))))
             seen = graph.node("And", allowed, graph.node("Less", apart, graph.ints(window)))
         if config.relative_buckets:
-            bias = _relative_bias(parts, model, steps)
-            seen = graph.node("Where", seen, bias, graph.number(HIDDEN_BY_MASK))
+            seen = parts.hidden_where_not(seen, _relative_bias(parts, model, steps))
         elif graph.half or graph.opset < 23:
             seen = parts.hidden_where_not(seen)
         hidden[window] = seen
@@ -111,11 +110,10 @@ def _fusable(parts: Blocks) -> bool:
     """Whether ONNX Runtime's fused operators express this model's blocks."""
     config = parts.config
     assert isinstance(config, BERTConfig)
-    plain = config.bias and not config.gated and config.key_value_heads == config.heads
-    plain = plain and config.positions == "learned" and not config.attention_window
-    plain = plain and not config.norm_first and not config.relative_buckets
-    plain = plain and config.heads * config.head_size == config.width
-    return plain and parts.fused and not parts.options.blocks
+    usual = config.bias and config.positions == "learned" and config.key_value_heads == config.heads
+    usual = usual and config.heads * config.head_size == config.width and not parts.options.blocks
+    others = config.gated, config.attention_window, config.norm_first, config.relative_buckets
+    return parts.fused and usual and not any(others)
 
 
 def _fused(parts: Blocks, mask: str) -> Callable[..., str]:

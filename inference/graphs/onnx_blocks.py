@@ -19,25 +19,21 @@ from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_writer import CONTRIB, Graph, int8_by_output
 
-# query, key, value, each (batch, heads, sequence, head) -> the same shape; with `Blocks.grouped` (batch, sequence,
-# heads x head)
+# query, key, value (batch, heads, sequence, head) -> the same shape; `Blocks.grouped`: (batch, sequence, heads x head)
 AttentionCore = Callable[[str, str, str], str]
 HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min, finite in float16
 
-
 # Fields beyond a Llama's that a graph has: rope is a table, whatever scaled it; biases are where there are weights.
-KNOWN = ["rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude"]
-KNOWN += ["rope_width", "layer_pattern", "linear_bias", "output_bias", "qk_norm", "norm_from_one", "residual"]
-KNOWN += ["position_offset", "norm_place", "activation", "pooler", "embedding_width", "embedding_norm"]
-KNOWN += ["rope_local_theta"]
+KNOWN = """
+rope_scaling rope_factor rope_original_length rope_low rope_high rope_magnitude rope_width rope_local_theta positions
+position_offset layer_pattern linear_bias output_bias qk_norm norm_from_one norm_place residual activation pooler
+embedding_width embedding_norm scaled_embeddings query_scalar attention_softcap logit_softcap
+"""
 
 
 def refuse_unknown(config: TransformerConfig) -> None:
     """Raise Refused, by name, for a model with something that the graphs do not have."""
-    known = [*KNOWN, *(["positions"] if config.positions == "rotary" else [])]
-    if isinstance(config, GPTConfig) and config.norm_place == "around":
-        known.remove("norm_place")
-    refuse_beyond(config, known, "an ONNX graph")
+    refuse_beyond(config, KNOWN.split(), "an ONNX graph")
     if config.attention_pattern is not None and not config.attention_pattern.is_band:
         what = "a model with an attention pattern beyond a sliding window has no ONNX graph yet"
         fix = "evaluate, generate and serve it with the torch backend"
@@ -47,7 +43,7 @@ def refuse_unknown(config: TransformerConfig) -> None:
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
     """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
     on_cuda = options.variant == "cuda" and options.half  # CUDA's is of float16
-    fits = isinstance(config, GPTConfig) and config.head_size % 8 == 0
+    fits = isinstance(config, GPTConfig) and config.head_size % 8 == 0 and config.positions != "alibi"
     return fits and (options.variant == "onnxruntime" or on_cuda)
 
 
@@ -68,10 +64,14 @@ class Blocks:
             self.state[table] = self.state[table][config.position_offset :]
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
+        self.softcap, query_scalar = (getattr(config, k, 0.0) for k in ("attention_softcap", "query_scalar"))
+        self.scale = (query_scalar or config.head_size) ** -0.5  # of the scores
+        # what attention operators are told of the scores, if anything
+        self.scores: dict[str, Any] = {"scale": self.scale} if query_scalar else {}
+        self.scores |= {"softcap": self.softcap} if self.softcap else {}
         self._rotary: dict[bool, list[str]] = {}
 
     def weight(self, name: str) -> str:
-        """A parameter in the type of the products."""
         return self.graph.constant(name, self.state[name])
 
     def rows(self, table: str, ids: str) -> str:
@@ -233,9 +233,9 @@ class Blocks:
         to the scores: 0 or `HIDDEN_BY_MASK`, and a bias.
         """
         graph, size = self.graph, self.config.head_size
-        query = graph.node("Mul", query, graph.number(1 / math.sqrt(size)))
+        query = graph.node("Mul", query, graph.number(self.scale))
         key = self._repeated(graph.node("Transpose", key, perm=[0, 1, 3, 2]), (size, -1))
-        scores = graph.node("Add", graph.node("MatMul", query, key), hidden)
+        scores = graph.node("Add", self.capped(graph.node("MatMul", query, key), self.softcap), hidden)
         share = graph.narrow(graph.node("Softmax", graph.wide(scores), axis=-1))
         return graph.node("MatMul", share, self._repeated(value, (-1, size)))
 
@@ -248,16 +248,26 @@ class Blocks:
         apart = graph.node("Expand", apart, graph.ints(1, 1, heads // groups, 1, 1))
         return graph.node("Reshape", apart, graph.ints(0, heads, *last))
 
-    def hidden_where_not(self, allowed: str) -> str:
-        """A bool mask as what is added to the scores: 0 where it is true, `HIDDEN_BY_MASK` elsewhere."""
+    def capped(self, x: str, cap: float) -> str:
+        """cap tanh(x / cap); 0: as it is."""
         graph = self.graph
-        return graph.node("Where", allowed, graph.number(0.0), graph.number(HIDDEN_BY_MASK))
+        if not cap:
+            return x
+        bent = graph.node("Tanh", graph.node("Mul", x, graph.number(1 / cap)))
+        return graph.node("Mul", bent, graph.number(cap))
+
+    def hidden_where_not(self, allowed: str, bias: str = "") -> str:
+        """A bool mask as what is added to the scores: 0 or a bias where it is true, `HIDDEN_BY_MASK` elsewhere."""
+        graph = self.graph
+        return graph.node("Where", allowed, bias or graph.number(0.0), graph.number(HIDDEN_BY_MASK))
 
     def attention(self, x: str, name: str, core: AttentionCore) -> str:
         """Self-attention; `core` computes it between the projections."""
+        graph, width = self.graph, self.config.heads * self.config.head_size
         attended = core(*self.project(x, name))
         if not self.grouped:
-            attended = self.graph.join_heads(attended, self.config.heads * self.config.head_size)
+            attended = graph.node("Transpose", attended, perm=[0, 2, 1, 3])
+            attended = graph.node("Reshape", attended, graph.ints(0, 0, width))
         return self.linear(attended, f"{name}.out")
 
     def feed_forward(self, x: str, name: str) -> str:
@@ -268,29 +278,31 @@ class Blocks:
             up = self.activation(up)
         return self.linear(up, f"{name}.down")
 
-    def block(self, x: str, layer: int, norm_first: bool, attention: Callable[[str, str], str]) -> str:
-        """One block with its residual branches, the norm before each branch or after each sum.
-
-        Its output is called `hidden.<layer>`, by which the parity report finds it.
-        """
-        graph, name, out = self.graph, f"blocks.{layer}", f"hidden.{layer}"
+    def block(self, x: str, layer: int, attention: Callable[[str, str], str]) -> str:
+        """One block. Its output is called `hidden.<layer>`, by which the parity report finds it."""
+        graph, config, name, out = self.graph, self.config, f"blocks.{layer}", f"hidden.{layer}"
         graph.scope = f"{name}/"
-        gpt = self.config if isinstance(self.config, GPTConfig) else None
-        if gpt and gpt.residual != "sequential":
+        if isinstance(config, GPTConfig):
+            way = config.norm_place if config.residual == "sequential" else config.residual
+        else:
+            way = "before" if getattr(config, "norm_first", False) else "sum"
+        if way in ("parallel", "shared"):
             read = also = self.norm(x, f"{name}.attention_norm")
-            if gpt.residual == "parallel":
+            if way == "parallel":
                 also = self.norm(x, f"{name}.mlp_norm")
             x = graph.node("Add", x, attention(read, f"{name}.attention"))
             x = graph.node("Add", x, self.feed_forward(also, f"{name}.mlp"), out=out)
         else:
-            after = gpt is not None and gpt.norm_place == "after"
-            for part, branch, end in (("attention", attention, ""), ("mlp", self.feed_forward, out)):
-                norm = f"{name}.{part}_norm"
-                found = branch(self.norm(x, norm) if norm_first and not after else x, f"{name}.{part}")
-                if norm_first:
-                    x = graph.node("Add", x, self.norm(found, norm) if after else found, out=end)
+            for branch, part, end in ((attention, "attention", ""), (self.feed_forward, "mlp", out)):
+                part = f"{name}.{part}"
+                read = self.norm(x, f"{part}_norm") if way in ("before", "around") else x
+                found = branch(read, part)
+                if way in ("after", "around"):
+                    found = self.norm(found, f"{part}_norm" if way == "after" else f"{part}_after_norm")
+                if way == "sum":
+                    x = self.sum_norm(x, found, f"{part}_norm", end)
                 else:
-                    x = self.sum_norm(x, found, norm, end)
+                    x = graph.node("Add", x, found, out=end)
         graph.scope = ""
         return x
 
@@ -309,6 +321,7 @@ class Blocks:
         else:
             offsets = [self.weight(bias)] if bias else []
             logits = graph.node("Gemm", flat, self.weight(table), *offsets, transB=1)
+        logits = self.capped(logits, getattr(config, "logit_softcap", 0.0))
         shape = graph.node("Concat", graph.node("Shape", at), graph.ints(config.vocab_size), axis=0)
         logits = graph.node("Reshape", logits, shape, allowzero=1)  # nothing asked gives (batch, 0, V)
         graph.result(logits, out, ["batch", "asked", config.vocab_size])

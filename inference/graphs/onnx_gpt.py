@@ -19,7 +19,10 @@ its operator reads and writes them, and a past and its present may be one buffer
 from functools import partial
 from typing import Any
 
+import torch
+
 from ...models.gpt import GPT
+from ...models.rotary import alibi
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
 from .onnx_blocks import Blocks
@@ -34,6 +37,8 @@ def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
     ids = graph.input("input_ids", INT64, ["batch", "sequence"])
     memory: _Slots | _Growing = _Slots(parts, ids) if options.names == "throughline" else _Growing(parts, ids)
     x = parts.rows("token_table.weight", ids)
+    if config.scaled_embeddings:
+        x = graph.node("Mul", x, graph.number(config.width**0.5))
     if config.positions == "learned":
         table = parts.weight("position_table.weight")
         x = graph.node("Add", x, graph.node("Gather", table, memory.positions))
@@ -41,7 +46,7 @@ def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
         x = parts.norm(x, "embedding_norm")
     for layer in range(config.layers):
         core = partial(_grouped if parts.grouped else _cached, parts, memory, layer)
-        x = parts.block(x, layer, True, partial(parts.attention, core=core))
+        x = parts.block(x, layer, partial(parts.attention, core=core))
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
     table = "token_table.weight" if config.tied else "output.weight"
@@ -97,16 +102,16 @@ class _Slots:
     def attend(self, layer: int, query: str, key: str, value: str) -> str:
         """The new tokens over what a layer remembers."""
         graph, window = self.parts.graph, self.parts.window(layer)
-        softmax: dict[str, Any] = {"softmax_precision": 1} if graph.half else {}  # 1: float32
-        if self._standard and not window:
+        how = self.parts.scores | ({"softmax_precision": 1} if graph.half else {})  # 1: float32
+        if self._standard and not window and self.parts.config.positions != "alibi":
             inputs = (query, key, value, "", "", "", self.total)
-            return graph.node("Attention", *inputs, is_causal=1, **softmax)
+            return graph.node("Attention", *inputs, is_causal=1, **how)
         if window not in self._hidden:
             places = graph.steps(graph.length("past.0.key", 2))
             last = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
             self._hidden[window] = _hidden(self.parts, places, last, window)  # (batch, 1, sequence, capacity)
         if self._standard:
-            return graph.node("Attention", query, key, value, self._hidden[window], **softmax)
+            return graph.node("Attention", query, key, value, self._hidden[window], **how)
         return self.parts.explicit_attention(query, key, value, self._hidden[window])
 
 
@@ -150,8 +155,8 @@ class _Growing:
 
 
 def _hidden(parts: Blocks, places: str, own: str, window: int, mask: str = "") -> str:
-    """What is added to the scores of tokens at their `own` places: 0 for those before them, of a window the nearest,
-    that are real by a `mask` (batch, places).
+    """What is added to the scores of tokens at their `own` places: 0 or ALiBi's bias for those before them, of a window
+    the nearest, that are real by a `mask` (batch, places).
     """
     graph = parts.graph
     seen = graph.node("LessOrEqual", places, own)
@@ -161,7 +166,12 @@ def _hidden(parts: Blocks, places: str, own: str, window: int, mask: str = "") -
     if mask:
         real = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
         seen = graph.node("And", seen, real)
-    return parts.hidden_where_not(seen)
+    if parts.config.positions != "alibi":
+        return parts.hidden_where_not(seen)
+    apart = graph.node("Cast", graph.node("Sub", places, own), to=graph.kind)
+    slope_A11 = alibi(parts.config.heads, torch.ones(1, 1, 1, 2).bool(), torch.float32)[0, :, :, 1:]
+    bias = graph.node("Mul", apart, graph.constant("alibi.slopes", slope_A11.numpy()))
+    return parts.hidden_where_not(seen, bias)  # (batch or 1, A, sequence, places)
 
 
 def _cached(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str) -> str:
@@ -182,7 +192,7 @@ def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, k
         query = graph.node("RotaryEmbedding", query, memory.positions, *tables, num_heads=heads, **part)
         key = graph.node("RotaryEmbedding", key, memory.positions, *tables, num_heads=groups, **part)
     stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
-    counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "domain": CONTRIB}
-    counts |= {"local_window_size": parts.window(layer)} if parts.window(layer) else {}
+    how = parts.scores | {"num_heads": heads, "kv_num_heads": groups, "domain": CONTRIB}
+    how |= {"local_window_size": parts.window(layer)} if parts.window(layer) else {}
     inputs = (query, key, value, *stores, *memory.ends)
-    return graph.node("GroupQueryAttention", *inputs, more=presents, **counts)
+    return graph.node("GroupQueryAttention", *inputs, more=presents, **how)

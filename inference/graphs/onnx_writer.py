@@ -111,10 +111,6 @@ class Graph:
         apart = self.node("Reshape", x, self.ints(0, 0, heads, head_size))
         return self.node("Transpose", apart, perm=[0, 2, 1, 3])
 
-    def join_heads(self, x: str, width: int) -> str:
-        """(batch, heads, sequence, head) to (batch, sequence, heads * head)."""
-        return self.node("Reshape", self.node("Transpose", x, perm=[0, 2, 1, 3]), self.ints(0, 0, width))
-
     def take(self, x: str, at: str) -> str:
         """Rows `at` (batch, asked) of x (batch, sequence, H): (batch, asked, H)."""
         return self.node("GatherND", x, self.node("Unsqueeze", at, self.ints(-1)), batch_dims=1)

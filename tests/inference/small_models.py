@@ -26,6 +26,14 @@ LLAMA = {
     "tied": False,
 }
 WINDOWS = LLAMA | {"kv_heads": 2, "attention_window": 9, "layer_pattern": "lg", "rope_local_theta": 500.0}
+GEMMA = WINDOWS | {
+    "norm_place": "around",
+    "norm_from_one": True,
+    "scaled_embeddings": True,
+    "query_scalar": 2.0,
+}
+GEMMA |= {"activation": "gelu_tanh", "tied": True, "attention_softcap": 1.5, "logit_softcap": 3.0}
+BLOOM = {"positions": "alibi", "embedding_norm": True}
 MODERNBERT = {
     "positions": "rotary",
     "embedding_norm": True,

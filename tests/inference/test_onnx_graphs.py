@@ -8,7 +8,18 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_models import BERT, GPT, LLAMA, MODERNBERT, NOWHERE, exported, opinionated_model, read
+from small_models import (
+    BERT,
+    BLOOM,
+    GEMMA,
+    GPT,
+    LLAMA,
+    MODERNBERT,
+    NOWHERE,
+    exported,
+    opinionated_model,
+    read,
+)
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused
 from throughline.inference.exports.export import write_graph
@@ -18,6 +29,7 @@ from throughline.inference.runtimes.backends import run_graph, torch_backend
 from throughline.models.config import ModelConfig
 from throughline.models.init import build
 
+LATENT = LLAMA | {"kv_latent": 8, "head_width": 12, "rope_width": 4, "value_width": 8}
 QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16}
 
 
@@ -36,6 +48,8 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
         | {"output_bias": True, "tied": False, "kv_heads": 2},
         {"position_offset": 2},
         {"attention_window": 9, "embedding_norm": True},
+        GEMMA,
+        BLOOM,
     ],
     ids=[
         "gpt2",
@@ -49,6 +63,8 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
         "gptj",
         "opt",
         "window",
+        "gemma",
+        "bloom",
     ],
 )
 def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
@@ -226,11 +242,10 @@ def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path
     ("config", "said"),
     [
         (dataclasses.replace(GPT, experts=4, experts_per_token=2), "experts"),
-        (dataclasses.replace(GPT, attention_softcap=5.0), "attention_softcap"),
-        (dataclasses.replace(GPT, positions="alibi"), "alibi"),
+        (dataclasses.replace(GPT, **LATENT), "kv_latent"),
         (dataclasses.replace(GPT, attention_window=16, attention_global_blocks=1), "beyond a sliding window"),
     ],
-    ids=["experts", "soft caps", "alibi", "global blocks"],
+    ids=["experts", "latent", "global blocks"],
 )
 def test_what_a_graph_lacks_is_refused_by_name(config: ModelConfig, said: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=said):

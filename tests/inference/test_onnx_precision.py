@@ -7,7 +7,18 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_models import BERT, GPT, LLAMA, MODERNBERT, NOWHERE, WINDOWS, exported, opinionated_model
+from small_models import (
+    BERT,
+    BLOOM,
+    GEMMA,
+    GPT,
+    LLAMA,
+    MODERNBERT,
+    NOWHERE,
+    WINDOWS,
+    exported,
+    opinionated_model,
+)
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.graph_probe import check_fusion, first_bad_node, probe
@@ -52,10 +63,12 @@ FORMS = [
         GPT,
         dataclasses.replace(GPT, **LLAMA, kv_heads=2),
         dataclasses.replace(GPT, **WINDOWS),
+        dataclasses.replace(GPT, **GEMMA),
+        dataclasses.replace(GPT, **BLOOM),
         BERT,
         dataclasses.replace(BERT, **MODERNBERT),
     ],
-    ids=["gpt2", "llama-grouped", "windows", "bert", "modernbert"],
+    ids=["gpt2", "llama-grouped", "windows", "gemma", "bloom", "bert", "modernbert"],
 )
 def test_every_form_passes_the_sweep(config, form: tuple, tmp_path: Path) -> None:
     """Opsets with and without Attention, TensorScatter, Gelu; float16; int8 in both flavours."""
@@ -117,7 +130,9 @@ def test_rounding_is_within_half_a_step(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [GPT, dataclasses.replace(GPT, **LLAMA, kv_heads=2)], ids=["gpt2", "llama"]
+    "config",
+    [GPT, *(dataclasses.replace(GPT, **more) for more in (LLAMA | {"kv_heads": 2}, GEMMA, BLOOM))],
+    ids=["gpt2", "llama", "gemma", "bloom"],
 )
 def test_a_gpt_under_optimums_names(config, tmp_path: Path) -> None:
     import onnxruntime
