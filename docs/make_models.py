@@ -84,7 +84,7 @@ wider (its own are fp8 with scales, and a second token's layers, both refused by
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy` and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
 process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
-share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name, as are ONNX and GGUF.
+share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name, as are ONNX, and GGUF of dots.llm1 and DeepSeek V3.
 `olmoe-1b-7b` is the published recipe, `olmoe-toy` its twin for a laptop.
 
 ## What config.json may say

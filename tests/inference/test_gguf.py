@@ -64,11 +64,18 @@ FAMILIES = {  # on a Llama
     "phi3": {"huggingface": "phi3"},
     "gptneox": NEOX | {"rope_width": 8, "residual": "parallel"},
     "starcoder2": NEOX | {"activation": "gelu_tanh", "tied": True, "huggingface": "starcoder2"},
+    "bloom": NEOX
+    | {"positions": "alibi", "embedding_norm": True, "activation": "gelu_tanh"}
+    | {"tied": True, "mlp_width": 0},
+    "mixtral": {"experts": 4, "experts_per_token": 2},
+    "qwen3moe": {"qk_norm": "head", "experts": 8, "experts_per_token": 3, "expert_width": 32},
+    "olmoe": {"qk_norm": "whole", "kv_heads": 0, "experts": 8, "router_normalised": False},
     "gemma2": GEMMA | {"layer_pattern": "lg", "attention_softcap": 5.0, "logit_softcap": 4.0},
     "gemma3": GEMMA
     | {"layers": 7, "layer_pattern": "lllllg", "qk_norm": "head", "rope_local_theta": 10000.0}
     | {"rope_theta": 500.0, "rope_scaling": "linear", "rope_factor": 4.0},
 }
+DOTS = {"experts": 4, "qk_norm": "head", "router_scores": "sigmoid", "balance_bias": True}
 SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields in FAMILIES.items()}
 
 
@@ -81,7 +88,8 @@ SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields
 )
 def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_path: Path) -> None:
     model = opinionated_model(SHAPES[name])
-    assert architecture_of(model.config) == name.replace("llama3", "llama").removesuffix("-yarn")
+    named = {"llama3": "llama", "mixtral": "llama"}.get(name, name.removesuffix("-yarn"))
+    assert architecture_of(model.config) == named
     fields, state = to_huggingface(model)
     (tmp_path / "model").mkdir()
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model/model.safetensors")
@@ -137,7 +145,8 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
         ({"layer_pattern": "gn"}, "smollm3 otherwise"),
         (GEMMA | {"layers": 3, "layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
         ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),
-        ({"experts": 4, "experts_per_token": 2}, "GGUF is written of"),
+        ({"experts": 4, "qk_norm": "whole", "router_normalised": False}, "olmoe otherwise"),
+        (DOTS, "GGUF is written of"),
     ):
         with pytest.raises(Refused, match=said):
             architecture_of(dataclasses.replace(SHAPES["llama"], **fields))
