@@ -178,9 +178,8 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
         ask = graph.input("logit_positions", INT64, ["batch", "asked"])
         features = graph.take(hidden, ask)
     features = _features(parts, features)
-    bias = "mlm_bias" if "mlm_bias" in parts.state else ""
     out = "mlm_logits" if plain else "logits"
-    parts.vocabulary_logits(features, ask, "token_table.weight", bias, out)
+    parts.vocabulary_logits(features, ask, "token_table.weight", "mlm_bias", out)
     if config.nsp:
         pooled = _pooled(parts, hidden)
         graph.result(pooled, "pooler_output", ["batch", config.width])

@@ -84,9 +84,8 @@ class Blocks:
         scale = graph.node("Gather", self.graph.constant(f"{table}.scale", scale_V[:, None]), ids)
         return graph.node("Mul", graph.node("Cast", rows, to=graph.kind), scale)
 
-    def linear(self, x: str, name: str, out: str = "") -> str:
-        weight, bias = self.state[f"{name}.weight"], self.state.get(f"{name}.bias")
-        return self.graph.product(x, name, weight, bias, out)
+    def linear(self, x: str, name: str) -> str:
+        return self.graph.product(x, name, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
 
     def norm(self, x: str, name: str, out: str = "") -> str:
         """The config's norm over the last dim. The operators compute it in float32 whatever x is
@@ -282,10 +281,9 @@ class Blocks:
         """One block. Its output is called `hidden.<layer>`, by which the parity report finds it."""
         graph, config, name, out = self.graph, self.config, f"blocks.{layer}", f"hidden.{layer}"
         graph.scope = f"{name}/"
+        way = "before" if getattr(config, "norm_first", False) else "sum"
         if isinstance(config, GPTConfig):
             way = config.norm_place if config.residual == "sequential" else config.residual
-        else:
-            way = "before" if getattr(config, "norm_first", False) else "sum"
         if way in ("parallel", "shared"):
             read = also = self.norm(x, f"{name}.attention_norm")
             if way == "parallel":
@@ -316,10 +314,9 @@ class Blocks:
         graph, config = self.graph, self.config
         flat = graph.node("Reshape", hidden, graph.ints(-1, self.state[table].shape[1]))
         if self.options.precision in ("int8", "int4") and not self.options.static:
-            offset = self.state[bias] if bias else None
-            logits = self.graph.product(flat, "output", self.state[table], offset, bits=8)
+            logits = graph.product(flat, "output", self.state[table], self.state.get(bias))
         else:
-            offsets = [self.weight(bias)] if bias else []
+            offsets = [self.weight(bias)] if bias in self.state else []
             logits = graph.node("Gemm", flat, self.weight(table), *offsets, transB=1)
         logits = self.capped(logits, getattr(config, "logit_softcap", 0.0))
         shape = graph.node("Concat", graph.node("Shape", at), graph.ints(config.vocab_size), axis=0)

@@ -50,8 +50,7 @@ def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
     table = "token_table.weight" if config.tied else "output.weight"
-    bias = "output.bias" if config.output_bias else ""
-    parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, bias, out="logits")
+    parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, "output.bias", out="logits")
     for name in memory.presents:
         graph.output(name, graph.kind, memory.shape())
     return graph

@@ -137,40 +137,31 @@ class Graph:
             raise Refused("a weight does not fit float16", where=name, why=why, fix="use --precision fp32")
         return self.weight(name, small)
 
-    def product(
-        self,
-        x: str,
-        name: str,
-        weight_OI: np.ndarray,
-        bias_O: np.ndarray | None,
-        out: str = "",
-        bits: int = 4,
-    ) -> str:
+    def product(self, x: str, name: str, weight_OI: np.ndarray, bias_O: np.ndarray | None) -> str:
         """`x @ weight^T + bias` as the options say; x is in the type of the products. Plain weights are stored
         (in, out), as MatMul multiplies them.
         """
         options = self.options
         bias = [] if bias_O is None else [self.constant(f"{name}.bias", bias_O)]
-        last = "" if bias else out
         if options.blocks:
-            bits = bits if options.precision == "int4" else 8
+            bits = 4 if options.precision == "int4" and name != "output" else 8
             packed, scales = pack_blocks(weight_OI, bits)
             weight = (self.weight(f"{name}.int{bits}", packed), self.constant(f"{name}.scales", scales))
             sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
             sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
-            x = self.node("MatMulNBits", x, *weight, out=last, **sizes)
+            x = self.node("MatMulNBits", x, *weight, **sizes)
         elif options.precision != "int8":
-            x = self.node("MatMul", x, self.constant(f"{name}.weight.T", weight_OI.T), out=last)
+            x = self.node("MatMul", x, self.constant(f"{name}.weight.T", weight_OI.T))
         else:
             x = self._rounded(x, name) if options.static else x
             weight_IO, scale_O = int8_by_output(weight_OI)
             small, zeros = self.weight(f"{name}.int8.T", weight_IO), np.zeros(len(scale_O), np.int8)
             if not options.static:
                 parts = self.weight(f"{name}.scale", scale_O), self.weight(f"{name}.zero", zeros)
-                return self.node("DynamicQuantizeMatMul", x, small, *parts, *bias, out=out, domain=CONTRIB)
+                return self.node("DynamicQuantizeMatMul", x, small, *parts, *bias, domain=CONTRIB)
             parts = self.constant(f"{name}.scale", scale_O), self.weight(f"zeros_int8_{len(zeros)}", zeros)
-            x = self.node("MatMul", x, self.node("DequantizeLinear", small, *parts, axis=1), out=last)
-        return self.node("Add", x, *bias, out=out) if bias else x
+            x = self.node("MatMul", x, self.node("DequantizeLinear", small, *parts, axis=1))
+        return self.node("Add", x, *bias) if bias else x
 
     def _rounded(self, x: str, name: str) -> str:
         """x rounded to the 255 numbers that int8 has within the calibrated range."""
