@@ -10,30 +10,14 @@ import click
 from ..core import console
 from ..core.errors import Failed, WrongUse
 from ..models.config import preset
-from ..planner.report import checkpoint_facts, pareto_lines, ranked
-from ..planner.report import explain as explained
+from ..planner import report
 from ..planner.run import REPAIR_DAYS, RESTART_S, Run, run_facts
 from ..planner.search import Candidate, Search, fewest_chips, usual_worlds
 from ..planner.serve import plan_service
 from ..planner.view import compared, days_by_chips, write_comparison, write_plan
 from ..prove.validate import own_validation, validation
+from . import plan_question as ask
 from .common import PATH, flag, option, throughline_command
-from .plan_question import (
-    MACHINES,
-    MODEL,
-    MOST_CHIPS,
-    MOST_LENGTH,
-    RUN,
-    Amount,
-    fitting,
-    gpus_option,
-    make_run,
-    make_search,
-    on_option,
-    planned_recipe,
-    priced_cluster,
-    question,
-)
 
 
 class Plans(click.Group):
@@ -56,7 +40,7 @@ def command() -> None:
 
 
 @command.command()
-@question((on_option, gpus_option), MODEL, RUN, MACHINES)
+@ask.question((ask.on_option, ask.gpus_option), ask.MODEL, ask.RUN, ask.MACHINES)
 @option("--write-recipe", PATH, "Write a recipe in the best layout to this file.")
 @flag("--pareto", "Also print days against numbers of chips; needs --target-tokens.")
 @option("--out", PATH, "Write the plan as an artifact: plan.html, JSON, CSV and a trace.")
@@ -67,17 +51,17 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
     \b
     Example:  throughline plan gpt-1t-deepspeed --gpus 800 --on v100-32gb --rows 2048
     """
-    search, recipe = make_search(gpus, options)
-    run = make_run(options, recipe)
+    search, recipe = ask.make_search(gpus, options)
+    run = ask.make_run(options, recipe)
     if pareto and not run.tokens:
         raise WrongUse("days of how many tokens?", where="--pareto", fix="--target-tokens 300e9")
-    found = fitting(search)
-    facts, lines = ranked(found, run)
+    found = ask.fitting(search)
+    facts, lines = report.ranked(found, run)
     if write_recipe:
-        write_recipe.write_text(planned_recipe(found, recipe, options), encoding="utf-8")
+        write_recipe.write_text(ask.planned_recipe(found, recipe, options), encoding="utf-8")
         lines += ["", f"recipe in the best layout: {write_recipe}"]
     if pareto:
-        lines += ["", *pareto_lines(days_by_chips(found, run))]
+        lines += ["", *report.pareto_lines(days_by_chips(found, run))]
     if out:
         write_plan(out, found, facts | {"model": options["model"]}, run)
         lines += ["", f"plan in {out}: open {out / 'plan.html'}"]
@@ -85,7 +69,7 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
 
 
 @command.command()
-@question((on_option, gpus_option), MODEL, RUN, MACHINES)
+@ask.question((ask.on_option, ask.gpus_option), ask.MODEL, ask.RUN, ask.MACHINES)
 @throughline_command
 def explain(gpus: int, **options: Any) -> None:
     """Where the time and the memory of the best layout go; with --layout, of that one.
@@ -93,18 +77,18 @@ def explain(gpus: int, **options: Any) -> None:
     \b
     Example:  throughline plan explain gpt3-13b --gpus 64 --on a100-80gb --layout tensor=8,data=8
     """
-    search, recipe = make_search(gpus, options)
-    console.result(*explained(search, fitting(search).best[0], make_run(options, recipe)))
+    search, recipe = ask.make_search(gpus, options)
+    console.result(*report.explain(search, ask.fitting(search).best[0], ask.make_run(options, recipe)))
 
 
 @command.command()
-@question((on_option,), MODEL, RUN, MACHINES)
+@ask.question((ask.on_option,), ask.MODEL, ask.RUN, ask.MACHINES)
 @option(
     "--target-days",
-    Amount(0, 1e6),
-    "Days that --target-tokens may take (default: any, the model only has to fit).",
+    ask.Amount(0, 1e6),
+    "Days that --target-tokens may take (default: any, it only has to fit).",
 )
-@option("--max-gpus --most", click.IntRange(1, MOST_CHIPS), "Maximum number of chips to try.", 8192)
+@option("--max-gpus --most", ask.CHIPS, "Maximum number of chips to try.", 8192)
 @throughline_command
 def recommend(target_days: float | None, max_gpus: int, **options: Any) -> None:
     """The fewest chips on which MODEL fits, or that meet --target-days for --target-tokens.
@@ -117,8 +101,8 @@ def recommend(target_days: float | None, max_gpus: int, **options: Any) -> None:
     """
     if target_days and not options["target_tokens"]:
         raise WrongUse("days of how many tokens?", where="--target-days", fix="--target-tokens 300e9")
-    search, recipe = make_search(1, options)
-    run = make_run(options, recipe)
+    search, recipe = ask.make_search(1, options)
+    run = ask.make_run(options, recipe)
     node, joined = search.cluster.chips_per_node, search.cluster.node_network_gb_s
     worlds = usual_worlds(node, max_gpus if joined else min(max_gpus, node))
 
@@ -131,7 +115,7 @@ def recommend(target_days: float | None, max_gpus: int, **options: Any) -> None:
         why = "" if joined else f"nothing joins its nodes of {node:,}"
         fix = "--max-gpus a larger number, or other chips: --on"
         raise Failed(what, where=search.cluster.name, why=why, fix=fix)
-    facts, lines = ranked(found, run)
+    facts, lines = report.ranked(found, run)
     lines = [f"fewest: {found.search.world:,} chips, in whole machines of {node}", *lines]
     if target_days:
         hopeful = fewest_chips(search, [n for n in worlds if n <= found.search.world], by("expected_days"))
@@ -142,14 +126,14 @@ def recommend(target_days: float | None, max_gpus: int, **options: Any) -> None:
 
 
 @command.command()
-@question((on_option, gpus_option), MODEL, RUN, MACHINES)
+@ask.question((ask.on_option, ask.gpus_option), ask.MODEL, ask.RUN, ask.MACHINES)
 @option(
     "--save-seconds",
-    Amount(0, 1e5, min_open=True),
-    "Seconds that training waits for a save (default: reckoned).",
+    ask.Amount(0, 1e5, min_open=True),
+    "Seconds that a save stops a run (default: reckoned).",
 )
-@option("--restart-seconds", Amount(0, 1e6), "Seconds from a failure to the first new step.", RESTART_S)
-@option("--repair-days", Amount(0, 1000), "Days that a failed node is away.", REPAIR_DAYS)
+@option("--restart-seconds", ask.Amount(0, 1e6), "Seconds from a failure to the first new step.", RESTART_S)
+@option("--repair-days", ask.Amount(0, 1000), "Days that a failed node is away.", REPAIR_DAYS)
 @throughline_command
 def checkpoint(
     gpus: int, save_seconds: float | None, restart_seconds: float, repair_days: float, **options: Any
@@ -159,14 +143,15 @@ def checkpoint(
     \b
     Example:  throughline plan checkpoint llama-70b --gpus 1024 --on dgx-h100 --rows 2048
     """
-    search, recipe = make_search(gpus, options)
-    run = make_run(options, recipe, tokens=1e12)
+    search, recipe = ask.make_search(gpus, options)
+    run = ask.make_run(options, recipe, tokens=1e12)
     run = replace(run, save_s=save_seconds or 0.0, restart_s=restart_seconds, repair_days=repair_days)
-    console.result(*checkpoint_facts(search, fitting(search).best[0], run, bool(options["target_tokens"])))
+    best, told = ask.fitting(search).best[0], bool(options["target_tokens"])
+    console.result(*report.checkpoint_facts(search, best, run, told))
 
 
 @command.command()
-@question(MODEL, RUN, MACHINES)
+@ask.question(ask.MODEL, ask.RUN, ask.MACHINES)
 @option(
     "--option choices",
     None,
@@ -194,8 +179,8 @@ def compare(choices: tuple[str, ...], by: str, out: Path | None, **options: Any)
     found: list[tuple[str, Search, Candidate, Run]] = []
     for text in choices:
         chips, on, price = read_choice(text)
-        search, recipe = make_search(chips, options | {"price": price}, on)
-        found.append((text, search, fitting(search).best[0], make_run(options, recipe)))
+        search, recipe = ask.make_search(chips, options | {"price": price}, on)
+        found.append((text, search, ask.fitting(search).best[0], ask.make_run(options, recipe)))
     facts, lines = compared(found, by)
     if out:
         write_comparison(out, facts | {"model": options["model"]})
@@ -207,8 +192,8 @@ def read_choice(text: str) -> tuple[int, str, float | None]:
     """Chips, cluster and price of `64:dgx-h100:2.5`. Raises WrongUse."""
     found = re.fullmatch(r"0*(\d{1,7}):([^:]+)(?::(\d+\.?\d*|\.\d+))?", text, re.ASCII)
     chips, on, price = found.groups() if found else ("0", "", None)
-    if not 1 <= int(chips) <= MOST_CHIPS or float(price or 0) > 1e4:
-        fix = f"CHIPS:CLUSTER[:PRICE], chips from 1 to {MOST_CHIPS}, a price from 0 to 10000"
+    if not 1 <= int(chips) <= ask.MOST_CHIPS or float(price or 0) > 1e4:
+        fix = f"CHIPS:CLUSTER[:PRICE], chips from 1 to {ask.MOST_CHIPS}, a price from 0 to 10000"
         raise WrongUse(f"{text!r} is no choice", where="--option", fix=fix)
     return int(chips), on, None if price is None else float(price)
 
@@ -241,13 +226,11 @@ def validate(all_rows: bool, own: Path | None) -> None:
 
 @command.command()
 @click.argument("model")
-@on_option
+@ask.on_option
 @option(
-    "--length",
-    click.IntRange(1, MOST_LENGTH),
-    "Number of tokens in a request (default: 128, or the model's if it has fewer).",
+    "--length", ask.COUNT, "Number of tokens in a request (default: 128, or the model's if it has fewer)."
 )
-@option("--new-tokens", click.IntRange(0, MOST_LENGTH), "For a GPT: number of tokens generated per request.")
+@option("--new-tokens", click.IntRange(0, 2**24), "For a GPT: number of tokens generated per request.")
 @option(
     "--precision",
     click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
@@ -258,13 +241,9 @@ def validate(all_rows: bool, own: Path | None) -> None:
     click.IntRange(1, 64),
     "Number of cards that share one copy (default: those that serve most for each).",
 )
-@option(
-    "--p99 p99_ms",
-    Amount(0, 1e9),
-    "Milliseconds within which 99 of 100 requests must be answered (default: any).",
-)
-@option("--qps", Amount(0, 1e9), "Number of requests per second that must be served (default: any).")
-@question(MACHINES)
+@option("--p99 p99_ms", ask.Amount(0, 1e9), "Milliseconds in which 99 of 100 answers come (default: any).")
+@option("--qps", ask.Amount(0, 1e9), "Number of requests per second that must be served (default: any).")
+@ask.question(ask.MACHINES)
 @throughline_command
 def serve(model: str, on: str, hardware: Path | None, price: float | None, **asked: Any) -> None:
     """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
@@ -274,7 +253,7 @@ def serve(model: str, on: str, hardware: Path | None, price: float | None, **ask
               throughline plan serve llama-70b --on dgx-h100 --length 2048 --new-tokens 256 --qps 20
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    facts = plan_service(preset(model), priced_cluster(on, hardware, price), **given)
+    facts = plan_service(preset(model), ask.priced_cluster(on, hardware, price), **given)
     console.result(facts, service_lines(model, facts))
 
 

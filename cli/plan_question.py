@@ -1,6 +1,4 @@
-"""What the forms of `plan` on layouts share: their options, each with its range, the search that they ask for, and the
-recipe that its best layout makes.
-"""
+"""What the forms of `plan` on layouts share: options with their ranges, the search, and its best layout's recipe."""
 
 import dataclasses
 import math
@@ -37,7 +35,8 @@ from ..train.recipes.resolved import model_config, resolve
 from ..train.recipes.rules import RULES
 from .common import flag, option
 
-MOST_CHIPS, MOST_ROWS, MOST_LENGTH, MOST_TOKENS = 2**20, 2**24, 2**24, 1e18
+MOST_CHIPS = 2**20
+CHIPS, COUNT = click.IntRange(1, MOST_CHIPS), click.IntRange(1, 2**24)
 
 
 class Amount(click.FloatRange):
@@ -50,10 +49,11 @@ class Amount(click.FloatRange):
         return number
 
 
+SHARE = Amount(0, 1, min_open=True)
 on_option = option(
     "--on", None, "Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.", required=True
 )
-gpus_option = option("--gpus", click.IntRange(1, MOST_CHIPS), "Number of chips.", required=True)
+gpus_option = option("--gpus", CHIPS, "Number of chips.", required=True)
 MACHINES = (
     option(
         "--hardware",
@@ -64,44 +64,23 @@ MACHINES = (
 )
 MODEL = (
     click.argument("model"),
-    option(
-        "--rows",
-        click.IntRange(1, MOST_ROWS),
-        "Number of rows in an optimizer step (default: the recipe's, or 512).",
-    ),
-    option(
-        "--length",
-        click.IntRange(1, MOST_LENGTH),
-        "Number of tokens in a row (default: the recipe's, or the model's).",
-    ),
+    option("--rows", COUNT, "Number of rows in an optimizer step (default: the recipe's, or 512)."),
+    option("--length", COUNT, "Number of tokens in a row (default: the recipe's, or the model's)."),
     option(
         "--precision",
         click.Choice(PRECISIONS),
-        "Precision of products; fp8 and narrower ones are for those of the blocks "
-        "(default: the recipe's, or the chip's 16 bits).",
+        "Precision of products; fp8 and narrower for the blocks' alone (default: the recipe's, or 16 bits).",
     ),
     option(
         "--predicted",
-        Amount(0, 1, min_open=True),
+        SHARE,
         "For a BERT: share of positions that get logits (default: the recipe's masked share, or 0.15).",
     ),
+    option("--fill", SHARE, "Share of a row's tokens that are no padding, where padding is left out.", 1.0),
     option(
-        "--fill",
-        Amount(0, 1, min_open=True),
-        "Share of a row's tokens that are no padding, where padding is left out.",
-        1.0,
+        "--layout fixed", None, "Parts of the layout held fixed, for example tensor=8,data=64,recompute=full."
     ),
-    option(
-        "--layout fixed",
-        None,
-        "Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
-    ),
-    option(
-        "--software",
-        None,
-        "Name of the training program, as planner/software.toml describes it.",
-        "throughline",
-    ),
+    option("--software", None, "Name of the training program, one of planner/software.toml.", "throughline"),
     option("--optimizer", click.Choice(OPTIMIZERS), "Optimizer (default: the recipe's, or the program's)."),
     option(
         "--set overrides",
@@ -112,9 +91,7 @@ MODEL = (
     ),
 )
 RUN = (
-    option(
-        "--target-tokens", Amount(0, MOST_TOKENS), "Number of tokens in the whole run, for its days and cost."
-    ),
+    option("--target-tokens", Amount(0, 1e18), "Number of tokens in the whole run, for its days and cost."),
     option(
         "--ramp",
         None,
@@ -122,9 +99,7 @@ RUN = (
         metavar="START,STEP,OVER",
     ),
     option(
-        "--failures",
-        Amount(0, 10, min_open=True),
-        "Failures of a node in a day (default: the median of published runs).",
+        "--failures", Amount(0, 10, min_open=True), "Failures of a node in a day (default: published median)."
     ),
     flag("--production", "Count days 1.25 times, as long runs were reported beside benchmarks."),
     option("--grid", None, "Country, or grams of CO2 that a kWh causes, for the run's carbon."),
@@ -260,43 +235,36 @@ def read_ramp(text: str | None) -> Ramp | None:
 
 
 def fitting(search: Search) -> Found:
-    """The layouts of a search. Raises Failed, with the layout that needs least, when nothing fits, and with the
-    broken rules when none is legal.
-    """
+    """The layouts of a search. Raises Failed with the one that needs least, or with the rules that all break."""
     found = find_or_offload(search)
     if found.best:
         return found
     if not len(found.seconds):
         refused: Counter[str] = Counter()
         enumerate_layouts(search, refused)
-        raise Failed(
-            "no layout is legal",
-            where=f"{search.world:,} chips, {search.work.rows:,} rows of {search.work.length:,} tokens",
-            why="\n".join(rule for rule, _ in refused.most_common(4)),
-            fix="another number of chips, --rows that they divide, or fewer axes in --layout",
-        )
+        where = f"{search.world:,} chips, {search.work.rows:,} rows of {search.work.length:,} tokens"
+        why = "\n".join(rule for rule, _ in refused.most_common(4))
+        fix = "another number of chips, --rows that they divide, or fewer axes in --layout"
+        raise Failed("no layout is legal", where=where, why=why, fix=fix)
     nearest = candidate_at(found.search, found.layouts.take(int(found.needed.argmin())))
     needed = f"{nearest.needed_bytes / 2**30:,.1f} of {found.capacity / 2**30:,.1f} GiB"
     if nearest.host_bytes:
         needed += f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
-    raise Failed(
-        f"nothing fits on {found.search.world} x {found.search.cluster.chip.name}",
-        where=nearest.describe(),
-        why=f"the layout that needs least needs {needed}",
-        fix="throughline plan recommend names the fewest chips that fit",
-    )
+    chip, why = found.search.cluster.chip.name, f"the layout that needs least needs {needed}"
+    what = f"nothing fits on {found.search.world} x {chip}"
+    fix = "throughline plan recommend names the fewest chips that fit"
+    raise Failed(what, where=nearest.describe(), why=why, fix=fix)
 
 
 def planned_recipe(found: Found, recipe: Recipe | None, options: dict[str, Any]) -> str:
     """The best layout as a recipe that `recipe check` accepts: the given one with another layout, or a new one."""
-    refused = None
+    refused = []
     for best in found.best:  # the fastest that the rest of the recipe, such as its optimizer, can be had in
         try:
             return _recipe_text(found, best, recipe, options)
         except WrongUse as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+            refused.append(error)
+    raise refused[0]
 
 
 def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """How long collectives take: a start-up time and a bandwidth, with the ranks where they stand.
 
-Ranks lie tensor innermost, then context, data, pipeline, and fill nodes in that order. A group that stays in a
-node runs at the chips' own links. One that crosses nodes runs at what its ranks of one node have together:
-data parallelism beside tensor 8 has an eighth of the node's network, data parallelism alone has all of it
-(Narayanan et al. 2021, section 3). Bytes are those of the whole result.
+Ranks lie tensor innermost, then context, data, pipeline, and fill nodes in that order. A group inside a node runs at
+the chips' links. One that crosses nodes runs at what its ranks of one node have together: data parallelism beside
+tensor 8 has an eighth of the node's network, alone all of it (Narayanan et al. 2021, section 3). Bytes are those of the
+whole result.
 """
 
 import functools
@@ -17,9 +17,8 @@ from .work import Number
 def group_bandwidth(cluster: Cluster, ranks: Number, stride: Number, one_adapter: bool = False) -> Number:
     """Bytes per second that a ring of `ranks` processes reaches, neighbours `stride` ranks apart.
 
-    All groups of an axis send at once, so one that crosses nodes has the part of a node's network that its ranks are of
-    the node's chips (with `one_adapter` that of a single adapter at most). Where sums were measured, those of a group
-    of as many neighbours as this one spans: such groups share the links.
+    All groups of an axis send at once, so one that crosses nodes has the part of a node's network (with `one_adapter`
+    of one adapter) that its ranks are of the node's chips. Measured sums are of as many neighbours as the group spans.
     """
     if cluster.sums:
         return 1e9 * measured_sum(cluster, ranks * stride, 2)
@@ -37,9 +36,7 @@ def link_bandwidth(cluster: Cluster) -> float:
 
 
 def node_bandwidth(cluster: Cluster, span: Number) -> Number:
-    """Bytes per second between nodes that so many neighbouring ranks reach in all of a node: beyond a pod the spine's.
-    Without a network (`hardware.require_network` refuses several nodes) the links inside.
-    """
+    """Bytes per second of a node to others, by so many neighbouring ranks; of its links where it has no network."""
     line = (cluster.node_network_gb_s or cluster.inner_gb_s * cluster.chips_per_node) * 1e9
     pod = (cluster.nodes_per_pod or np.inf) * cluster.chips_per_node
     return line * cluster.constants.network_fraction / np.where(span > pod, cluster.oversubscription, 1.0)
@@ -52,9 +49,7 @@ def measured_sum(cluster: Cluster, ranks: Number, column: int) -> Number:
 
 
 def start_time(ranks: Number, cluster: Cluster, rounds: int = 1) -> Number:
-    """Seconds before the first byte of a collective: as measured, or growing with a tree's depth, and for gathers and
-    scatters, which have no tree, with every node that their ring passes.
-    """
+    """Seconds before the first byte: measured, or by a tree's depth, for gathers (rounds 1) by the ring's nodes too."""
     if cluster.sums:
         return measured_sum(cluster, ranks, 1)
     nodes = np.maximum(ranks / cluster.chips_per_node - 1, 0) if rounds == 1 else 0.0
@@ -71,11 +66,9 @@ def gather(
     rounds: int = 1,
     one_adapter: bool = False,
 ) -> Number:
-    """Seconds of all-gathers or reduce-scatters over `ranks`, `calls` of them with `size` bytes in all. A ring sends
-    (n - 1) / n of the bytes a round; one rank sends nothing.
-    """
+    """Seconds of `calls` all-gathers or reduce-scatters over `ranks` with `size` bytes in all; of one rank none."""
     bandwidth = group_bandwidth(cluster, ranks, stride, one_adapter)
-    sent = rounds * (ranks - 1) / ranks * size / bandwidth
+    sent = rounds * (ranks - 1) / ranks * size / bandwidth  # what a ring sends
     return np.where(ranks > 1, calls * start_time(ranks, cluster, rounds) + sent, 0.0)
 
 
@@ -83,16 +76,11 @@ all_reduce = functools.partial(gather, rounds=2)  # seconds of sums: each goes r
 
 
 def all_to_all(
-    size: Number,
-    ranks: Number,
-    stride: Number,
-    cluster: Cluster,
-    calls: Number,
-    copies: int = 0,
+    size: Number, ranks: Number, stride: Number, cluster: Cluster, calls: Number, copies: int = 0
 ) -> Number:
     """Seconds of `calls` exchanges in which each rank sends an equal part of `size` bytes, of all calls, to each: what
-    leaves a node has the chip's part of its network, and goes on while the rest passes the links inside. Of rows that
-    go to `copies` ranks at random those that share a node, or a rank, may be sent there once (0: each is sent).
+    leaves a node by the chip's part of its network, meanwhile the rest by the links inside. `copies`: of rows that go
+    to so many ranks at random, those that share a node, or a rank, are sent there once (0: each is sent).
     """
     chips, inner = cluster.chips_per_node, link_bandwidth(cluster)
     near = np.clip(chips // np.maximum(stride, 1), 1, ranks)

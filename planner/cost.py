@@ -3,43 +3,24 @@
 Everything is arithmetic on numbers or arrays, so one call prices one layout or a hundred thousand.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..models.config import BERTConfig, ModelConfig
+from . import traffic
 from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
 from .hardware import Cluster, Constants
 from .kernels import Kernel, head_kernels, layer_kernels, share_of, table_kernels
 from .schedule import given_bubble
 from .tables import BUCKET_BYTES, is_tied
-from .traffic import (
-    context_sends,
-    data_passes,
-    expert_sends,
-    partial_parameters,
-    passed_bytes,
-    tensor_sends,
-)
-from .work import (
-    NARROW,
-    Layouts,
-    Number,
-    Software,
-    Work,
-    copies_of_experts,
-    has_experts,
-    held_parameters,
-    layer_parameters,
-    layers_on,
-    micro_batches,
-    owned_parameters,
-)
+from .work import NARROW, Layouts, Number, Software, Work, has_experts, layer_parameters
 
 
 def step_time(work: Work, layouts: Layouts, cluster: Cluster, software: Software) -> dict[str, Number]:
-    """Seconds of one optimizer step by part, as they are told; their sum is the step time."""
+    """Seconds of one optimizer step by part; their sum is the step time."""
     return Step(work, layouts, cluster, software).parts()
 
 
@@ -56,11 +37,8 @@ def kernel_times(kernels: Iterable[Kernel], cluster: Cluster, software: Software
     names = software.attention_speed.items()
     speed = next((speed for name, speed in names if cluster.chip.key.startswith(name)), 1.0)
     large: Number = constants.vector_fraction if vector else 1.0
-    times: dict[tuple[str, str], Number] = {
-        (phase, kind): 0.0
-        for phase in ("forward", "backward")
-        for kind in ("product", "attention", "memory", "core")
-    }
+    cells = itertools.product(("forward", "backward"), ("product", "attention", "memory", "core"))
+    times: dict[tuple[str, str], Number] = dict.fromkeys(cells, 0.0)
     for kernel in kernels:
         peak = peaks[1] if kernel.narrow and software.precision.narrow else peaks[0]
         if kernel.kind == "attention":
@@ -83,7 +61,7 @@ def kernel_totals(
     step = Step(work, layouts, cluster, software)
     names = ("seconds", "flops", "bytes", "launches")
     totals = {kind: dict.fromkeys(names, 0.0) for kind in ("product", "attention", "memory")}
-    counts = float(layers_on(work.config, layouts)[0]), 1.0, float(layouts.pipeline == 1)
+    counts = float(layouts.layers_on(work.config)[0]), 1.0, float(layouts.pipeline == 1)
     for index, (count, kernels) in enumerate(zip(counts, step.kernels(), strict=True)):
         for kernel in kernels:
             recomputed = layouts.recompute == 2 or (layouts.recompute == 1 and kernel.core)
@@ -93,7 +71,7 @@ def kernel_totals(
             for name, value in zip(names, (spent, kernel.flops, kernel.bytes, kernel.launches), strict=True):
                 totals[kernel.kind][name] += float(times * value)
     # casts, gradients added up
-    moved = float(held_parameters(work.config, layouts)) * software.pass_bytes * step.micro_batches
+    moved = float(layouts.held_parameters(work.config)) * software.pass_bytes * step.micro_batches
     totals["memory"]["bytes"] += moved
     totals["memory"]["seconds"] += moved / memory_bandwidth(cluster)
     return totals
@@ -145,7 +123,7 @@ class Step:
 
     @property
     def micro_batches(self) -> Number:
-        return micro_batches(self.work, self.layouts)
+        return self.work.micro_batches(self.layouts)
 
     @property
     def tokens(self) -> Number:
@@ -196,7 +174,7 @@ class Step:
 
         core = of("attention") + (selective & (saved == 0)) * layers * layer["forward", "core"]
         streamed = (layouts.sharding == 3) & (layouts.pipeline == 1)
-        held = held_parameters(self.config, layouts)
+        held = layouts.held_parameters(self.config)
         passed = np.where(streamed, held / layouts.shards, held) * software.pass_bytes
         one = {
             "matrix products": of("product"),
@@ -223,8 +201,8 @@ class Step:
         return parts
 
     def bubble_time(self, spent: Number, layer: Number, table: Number, head: Number) -> Number:
-        """Seconds that the slowest process waits in a step: m t_max + (sum t - t_max) / v (Narayanan et al. 2021,
-        section 2.2, for stages that differ) less what it works; for a given split by simulating the lists that run.
+        """Seconds that the slowest process waits in a step: of a given split as its lists run, else m t_max + (sum t -
+        t_max) / v (Narayanan et al. 2021, section 2.2, for stages that differ) less what it works.
         """
         layouts = self.layouts
         if layouts.given is not None:
@@ -237,14 +215,14 @@ class Step:
 
     def update_times(self, backward: Number) -> dict[str, Number]:
         """Seconds of the optimizer, on the chip or the host, and what of the way there and back no backward hides."""
-        owned = owned_parameters(self.config, self.layouts, self.software)
+        owned = self.layouts.owned_parameters(self.config, self.software)
         numbers = self.software.precision
         offloaded = np.asarray(self.layouts.offload) > 0
         updated = owned * self.software.optimizer_bytes
         moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
         exposed = np.maximum(moved - self.constants.overlap * backward, 0.1 * moved)
         bandwidth = memory_bandwidth(self.cluster)
-        layers = layers_on(self.config, self.layouts)[0]
+        layers = self.layouts.layers_on(self.config)[0]
         # every holder of a part of a matrix computes Muon's iterations on the whole
         matrices = self.config.block_matrix_parameters()
         matrices = matrices + layer_parameters(self.config)[0] / self.layouts.expert
@@ -262,7 +240,9 @@ class Step:
             again = again + 0.5 * (self.layouts.recompute == 1)
         ends = 1 * tables, 1 * head, 1 * again
         seconds: Number = 0.0
-        for kind, calls, size in tensor_sends(self.config, self.software, self.tokens, aimed, layers, *ends):
+        for kind, calls, size in traffic.tensor_sends(
+            self.config, self.software, self.tokens, aimed, layers, *ends
+        ):
             price = all_reduce if kind == "all-reduce" else gather
             seconds = seconds + price(size, self.layouts.tensor, 1, self.cluster, calls)
         return seconds * (1 - self.constants.overlap * self.software.overlap_tensor)
@@ -272,15 +252,15 @@ class Step:
         layouts = self.layouts
         if self.software.layer_sums:
             return 0.0 * layouts.tensor
-        layer, first, last = partial_parameters(self.config)
+        layer, first, last = traffic.partial_parameters(self.config)
         layer = layer + layer_parameters(self.config)[0] / layouts.expert
-        count = layers_on(self.config, layouts)[0] * layer + first + last * (layouts.pipeline == 1)
+        count = layouts.layers_on(self.config)[0] * layer + first + last * (layouts.pipeline == 1)
         return all_reduce(count * self.summed_number, layouts.tensor, 1, self.cluster)
 
     def context_time(self) -> Number:
         """Seconds of one layer's and micro-batch's sends round the ring of the context axis."""
         degrees, again = (self.layouts.tensor, self.layouts.context), 1 * (self.layouts.recompute > 0)
-        sent = context_sends(self.config, self.software.precision, self.tokens, *degrees, again)
+        sent = traffic.context_sends(self.config, self.software.precision, self.tokens, *degrees, again)
         calls, size = sum(calls for _, calls, _ in sent), sum(size for *_, size in sent)
         return ring_sends(size, self.layouts.context, self.layouts.tensor, self.cluster, calls)
 
@@ -295,7 +275,7 @@ class Step:
         """Exposed seconds of a micro-batch's exchange of rows with the processes of their experts."""
         layouts, again = self.layouts, 1 * (self.layouts.recompute == 2)
         numbers, tensor = self.software.precision, layouts.tensor
-        calls, size = expert_sends(self.config, numbers, self.tokens, tensor, again)
+        calls, size = traffic.expert_sends(self.config, numbers, self.tokens, tensor, again)
         # other programs count the tensor ranks among those that share the experts
         stride = 1 if self.software.layer_sums else tensor * layouts.context
         copies = getattr(self.config, "experts_per_token", 0) * self.software.rows_once
@@ -306,7 +286,7 @@ class Step:
     def hop_time(self) -> Number:
         """Seconds of a micro-batch's sends between stages, one forward and one backward for each turn."""
         layouts = self.layouts
-        size = passed_bytes(self.config, self.software, self.tokens, layouts.tensor)
+        size = traffic.passed_bytes(self.config, self.software, self.tokens, layouts.tensor)
         seconds = hop(size, self.stride, self.cluster)
         return np.where(layouts.pipeline > 1, 2 * layouts.turns * seconds, 0.0)
 
@@ -318,20 +298,17 @@ class Step:
         return all_reduce(table * self.summed_number, ends, apart, self.cluster)
 
     def data_time(self, spent: Number, backward: Number) -> Number:
-        """Exposed seconds of gradients and sharded weights over the data axis.
-
-        Gradients hide behind the backwards after which they are summed, gathered weights behind a forward; where every
-        weight is gathered for each micro-batch, all of it behind the whole step.
+        """Exposed seconds of gradients, behind the backwards that they follow, and of sharded weights, behind a
+        forward; of both behind the whole step where every weight is gathered for each micro-batch.
         """
         config, layouts, software = self.config, self.layouts, self.software
         count, numbers, shards = self.micro_batches, software.precision, layouts.shards
-        machine, alone = self.cluster, software.one_ring
-        overlap = self.constants.overlap
+        machine, alone, overlap = self.cluster, software.one_ring, self.constants.overlap
         experts, others = layer_parameters(config)
-        layers = layers_on(config, layouts)[0]
+        layers = layouts.layers_on(config)[0]
         of_experts, in_layers = layers * experts / layouts.expert, layers * others / layouts.tensor
-        held = held_parameters(config, layouts) - of_experts
-        per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, count)
+        held = layouts.held_parameters(config) - of_experts
+        per_layer, per_rest, sums = traffic.data_passes(layouts.sharding, layouts.pipeline, count)
         weights = (per_layer * in_layers + per_rest * (held - in_layers)) * numbers.sent
         number = np.where(shards > 1, numbers.reduced, self.summed_number * software.gradient_share)
         gradients = sums * held * number
@@ -346,7 +323,7 @@ class Step:
         summed = summed + all_reduce(gradients / shards, *apart, machine, reduced, one_adapter=alone)
         if experts:  # their copies are fewer
             moved = sums * of_experts * number
-            axis = copies_of_experts(layouts, software), layouts.expert, machine
+            axis = layouts.copies_of_experts(software), layouts.expert, machine
             sent = gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)
             summed = summed + np.where(sharded, *sent)
             back = back + gather(per_layer * of_experts * numbers.sent, *axis, per_layer * layers) * sharded
@@ -362,7 +339,7 @@ def slowest_process(
     config: ModelConfig, layouts: Layouts, layer: Number, table: Number, head: Number
 ) -> tuple[Number, Number, Number]:
     """Layers of a pipeline's slowest process, and whether it has the tables and the head, by the seconds of each."""
-    first, *between, last = layers_on(config, layouts)
+    first, *between, last = layouts.layers_on(config)
     middle, alone = max(between, default=0), layouts.pipeline == 1
     starts, ends = first * layer + table, last * layer + head
     at_end = ends > np.maximum(starts, middle * layer)

@@ -1,8 +1,7 @@
-"""Clusters and rented machines: what joins the chips of `core/chips.toml`, what of their speed is reached, and what an
-hour of them costs.
+"""Clusters and rented machines: what joins the chips of `core/chips.toml`, what of their speed is reached, their price.
 
-A cluster is named by its key in `clusters.toml`, by the key of a chip (then the first machine of that chip is
-meant), by `here` (this machine), or comes from a user's TOML file of the same form, which is looked up first.
+A cluster is named by its key in `clusters.toml` (or in a user's TOML file of the same form, which is looked up first),
+by the key of a chip (its first machine is meant), or by `here`, this machine.
 """
 
 import dataclasses
@@ -33,8 +32,7 @@ def shipped_table(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the time model, the same for every table, model and layout: fractions of what the chips of
-    `chips.toml` can do, and times in seconds.
+    """The constants of the time model, the same for every table, model and layout: fractions of peaks, and seconds.
 
     Three were measured by others; eleven were fitted on one half of the published rows, by a hash of their names, with
     `benchmarks/planner_fit.py` (soft L1 on the log error, every table with the same weight), and rounded within what
@@ -64,9 +62,8 @@ FITTED = Constants()
 class Cluster:
     """Machines (nodes) of one kind. Memory is in GiB (2**30 bytes); bandwidths are GB/s (1e9), one direction.
 
-    Nodes that share their first switches (a rail-optimized network's scalable unit, a pod of racks) reach one another
-    at the full `node_network_gb_s`; beyond `nodes_per_pod` of them the spine gives each node that divided by
-    `oversubscription`.
+    Nodes that share their first switches (a scalable unit, a pod of racks) reach one another at `node_network_gb_s`;
+    beyond `nodes_per_pod` of them the spine gives each node that divided by `oversubscription`.
     """
 
     key: str
@@ -105,20 +102,17 @@ class Cluster:
 
 def require_network(cluster: Cluster, chips: int) -> None:
     """Raise WrongUse when so many chips are several nodes and nothing joins them."""
-    if chips > cluster.chips_per_node and not cluster.node_network_gb_s:
-        raise WrongUse(
-            f"{cluster.name} has no network: {chips:,} chips are {-(-chips // cluster.chips_per_node):,} nodes",
-            where="--on",
-            fix=f"at most {cluster.chips_per_node:,} chips, or --hardware with node_network_gb_s, the bytes a second "
-            "of a whole node",
-        )
+    most = cluster.chips_per_node
+    if chips > most and not cluster.node_network_gb_s:
+        what = f"{cluster.name} has no network: {chips:,} chips are {-(-chips // most):,} nodes"
+        own = "--hardware with node_network_gb_s, the bytes a second of a whole node"
+        raise WrongUse(what, where="--on", fix=f"at most {most:,} chips, or {own}")
 
 
 def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
     """The cluster of that name. Raises WrongUse naming the nearest ones.
 
-    `overrides` is a TOML file with tables `[chips.KEY]` and `[clusters.KEY]`; an entry there replaces fields of
-    the shipped one of the same key, or makes a new one.
+    An entry of the TOML file `overrides` replaces fields of the shipped one of the same key, or makes a new one.
     """
     own = _read_overrides(overrides) if overrides else {}
     known = _chips(own.get("chips", {}), overrides)
@@ -131,7 +125,7 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
         return Cluster(name, known[name], known[name].name)
     if not key:
         names = sorted({*rows, *known, "here"})
-        fix = did_you_mean(name, names, "known: " + ", ".join(names), limit=3)
+        fix = did_you_mean(name, names, f"known: {', '.join(names)}", limit=3)
         raise WrongUse(f"no chip or cluster {name!r}", where="--on", fix=fix)
     chip, where = rows[key].get("chip", ""), f"{overrides or 'clusters.toml'}: clusters.{key}"
     if not isinstance(chip, str) or chip not in known:
@@ -156,10 +150,8 @@ def _read_overrides(file: Path) -> dict[str, dict[str, dict]]:
 
 
 def this_machine(processes: int = 1) -> Cluster:
-    """The machine this runs on: its first GPU's chip, or its processor shared by `processes`.
-
-    A processor's peaks are guessed from its cores until `throughline study` has measured them; the calibration
-    that THROUGHLINE_CALIBRATION names (a directory that study wrote) replaces the guess.
+    """The machine this runs on: its first GPU's chip, or its processor shared by `processes`, whose peaks are guessed
+    until `throughline study` has measured them: what it wrote is named by THROUGHLINE_CALIBRATION.
     """
     here = machine()
     memory = here.cpu.memory_bytes / 2**30
@@ -172,13 +164,9 @@ def this_machine(processes: int = 1) -> Cluster:
     chip = Chip("cpu", here.cpu.name, memory, 10.0 * here.cpu.cores, tflops)
     whole = Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gib=memory)
     found, share = _calibrated(whole), 1 / processes
-    chip = found.chip
-    part = dataclasses.replace(
-        chip,
-        memory_gib=chip.memory_gib * share,
-        bandwidth_gb_s=chip.bandwidth_gb_s * share,
-        tflops={dtype: value * share for dtype, value in chip.tflops.items()},
-    )
+    tflops = {dtype: value * share for dtype, value in found.chip.tflops.items()}
+    memory, bandwidth = found.chip.memory_gib * share, found.chip.bandwidth_gb_s * share
+    part = dataclasses.replace(found.chip, memory_gib=memory, bandwidth_gb_s=bandwidth, tflops=tflops)
     return dataclasses.replace(found, chip=part)
 
 
@@ -195,15 +183,12 @@ def _calibrated(cluster: Cluster) -> Cluster:
     measured = read_calibration()
     if not measured:
         return cluster
-    chip = dataclasses.replace(
-        cluster.chip,
-        tflops=cluster.chip.tflops | measured["tflops"],
-        bandwidth_gb_s=measured["bandwidth_gb_s"],
-        achieved=1.0,
-    )
+    tflops, bandwidth = cluster.chip.tflops | measured["tflops"], measured["bandwidth_gb_s"]
+    chip = dataclasses.replace(cluster.chip, tflops=tflops, bandwidth_gb_s=bandwidth, achieved=1.0)
     constants = dataclasses.replace(FITTED, **measured.get("constants", {}))
-    found = dataclasses.replace(cluster, chip=chip, node_gb_s=measured["node_gb_s"], constants=constants)
-    return dataclasses.replace(found, sums=tuple(tuple(row) for row in measured.get("sums", ())))
+    sums = tuple(map(tuple, measured.get("sums", ())))
+    node = {"node_gb_s": measured["node_gb_s"], "sums": sums, "constants": constants}
+    return dataclasses.replace(cluster, chip=chip, **node)
 
 
 def _chips(own: dict[str, dict], where: Path | None) -> dict[str, Chip]:

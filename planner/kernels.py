@@ -164,15 +164,13 @@ def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int
 
 def times(kernel: Kernel, part: float) -> Kernel:
     """The kernel in this part of the layers."""
-    return replace(
-        kernel, flops=part * kernel.flops, bytes=part * kernel.bytes, launches=part * kernel.launches
-    )
+    scaled = {name: part * getattr(kernel, name) for name in ("flops", "bytes", "launches")}
+    return replace(kernel, **scaled)
 
 
 def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kernel]:
-    """What products in 8 or 4 bits read and write around themselves: their inputs and the gradients of their outputs
-    in 16 bits where no kernel before them writes the narrow copies, one for the product, one turned for the weight's
-    gradient.
+    """What products in 8 or 4 bits read and write around themselves, where no kernel before them writes narrow copies:
+    inputs and gradients of outputs in 16 bits, one copy for the product and one turned for the weight's gradient.
     """
     if software.precision.narrow:
         yield Kernel("casts", "forward", "memory", 0, software.cast_bytes * inputs, 1, 4)

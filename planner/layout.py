@@ -1,8 +1,7 @@
 """How a run is spread over processes: the degrees of the axes, what is legal, and what is nearest when it is not.
 
-No torch here: a recipe's layout is checked on a machine that cannot run it. Axes, outermost first: pipeline (stages of
-consecutive layers), data (replicas or shards of the model, each with its rows), context (parts of each sequence) and
-tensor (parts of each matrix). The product of the degrees is the number of processes.
+Without torch: a recipe is checked on a machine that cannot run it. Axes, outermost first: pipeline (stages of layers),
+data (replicas or shards of the model, each with its rows), context (parts of each sequence), tensor (of matrices).
 """
 
 import dataclasses
@@ -72,10 +71,8 @@ class Layout:
 
     def facts(self) -> dict[str, Any]:
         """Its world and what differs from one process, for a checkpoint's state and for comparing two."""
-        fields = {
-            field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)
-        }
-        differing = {name: value for name, (value, usual) in fields.items() if value != usual}
+        usual = vars(Layout())
+        differing = {name: value for name, value in vars(self).items() if value != usual[name]}
         if self.layers_per_stage:  # as JSON gives it back
             differing["layers_per_stage"] = list(self.layers_per_stage)
         return {"world": self.world} | differing
@@ -129,18 +126,12 @@ Allowed = Callable[[Layout, int], bool]
 def layout_problems(
     layout: Layout, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int
 ) -> list[LayoutProblem]:
-    """Everything that keeps this model and batch from being trained in this layout; empty when it is legal.
-
-    `rows` are those of one optimizer step, `micro_rows` those that one process computes at once.
-    """
-    problems = [
-        LayoutProblem(axis, f"{getattr(layout, axis)} processes", "at least 1")
-        for axis in AXES
-        if getattr(layout, axis) < 1
-    ]
-    return problems or [
+    """What is against this model and batch in this layout: `rows` a step, `micro_rows` at once in one process."""
+    degrees = {axis: getattr(layout, axis) for axis in AXES}
+    wrong = [LayoutProblem(axis, f"{n} processes", "at least 1") for axis, n in degrees.items() if n < 1]
+    return wrong or [
         LayoutProblem(*said)
-        for wrong, *said in (
+        for broken, *said in (
             *_tensor_rules(layout, config, sequence_length),
             *_context_rules(layout, config, sequence_length),
             *_data_rules(layout, rows, micro_rows),
@@ -148,7 +139,7 @@ def layout_problems(
             *_pipeline_rules(layout, config),
             *_micro_batch_rules(layout, rows, micro_rows),
         )
-        if wrong
+        if broken
     ]
 
 
@@ -245,8 +236,7 @@ def _pipeline_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:
         yield min(split) < 1, "layers_per_stage", text, "at least 1 in each"
     text = "the relative position bias is shared by all layers"
     yield getattr(config, "relative_buckets", 0), "pipeline", text, "pipeline = 1, or relative_buckets = 0"
-    # the split backward of torch 2.13 frees gathered weights before their gradient is taken: gradients would be lost
-    # silently
+    # the split backward of torch 2.13 frees gathered weights before their gradient is taken, which is lost silently
     text = f"full with {schedule}: weights freed after each forward lose gradients of the split backward"
     fix = 'sharding = "zero2" (a pipeline keeps the weights of a step gathered in any case)'
     yield schedule in ZERO_BUBBLE and layout.sharding == "full", "sharding", text, fix
@@ -271,12 +261,11 @@ def _micro_batch_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[R
 
 
 def default_micro_rows(layout: Layout, rows: int) -> int:
-    """Rows that one process computes at once when the recipe does not say: all of its own; in a pipeline four
-    micro-batches per stage where the rows allow, a bubble of at most a fifth (Narayanan et al. 2021, section 2.2).
-    """
+    """Rows of a micro-batch by default: all of a process; in a pipeline four micro-batches a stage where rows allow."""
     own = max(rows // layout.data, 1)
     if layout.pipeline == 1:
         return own
+    # with four a bubble of at most a fifth (Narayanan et al. 2021, section 2.2)
     counts = (turns * layout.pipeline for turns in (4, 3, 2, 1))
     return next((own // count for count in counts if own % count == 0), 1)
 
@@ -307,10 +296,9 @@ def require_world(
 
 def set_options(layout: Layout, other: Layout) -> str:
     """The options that turn one layout into another."""
-    values = {field.name: getattr(other, field.name) for field in dataclasses.fields(Layout)}
     return " ".join(
         f"--set parallel.{name}={list(value) if isinstance(value, tuple) else value}"
-        for name, value in values.items()
+        for name, value in vars(other).items()
         if value != getattr(layout, name)
     )
 
@@ -323,12 +311,9 @@ def nearest_layouts(
     rows: int,
     micro_rows: int,
     allowed: Allowed = lambda layout, micro_rows: True,
-    count: int = 3,
 ) -> list[Layout]:
-    """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one axis is one
-    step), that are `allowed` too. A micro-batch of this layout's usual rows gets the other layout's usual ones.
-    """
-    found, usual = [], micro_rows == default_micro_rows(layout, rows)
+    """The three legal layouts of `world` processes that change least: a factor of two on one axis is one step."""
+    found, usual = [], micro_rows == default_micro_rows(layout, rows)  # then usual in the others too
     for tensor, context, pipeline in itertools.product(divisors(world), repeat=3):
         data, odd = divmod(world, tensor * context * pipeline)
         if odd:
@@ -346,4 +331,4 @@ def nearest_layouts(
             distance = sum(abs(math.log2(getattr(near, axis) / getattr(layout, axis))) for axis in AXES)
             # between equally near layouts the cheaper axis grows first: data, then pipeline, tensor and context
             found.append((distance, abs(tensor - layout.tensor), context, tensor, pipeline, near))
-    return [near for *_, near in sorted(found, key=lambda item: item[:-1])[:count]]
+    return [near for *_, near in sorted(found, key=lambda item: item[:-1])[:3]]

@@ -1,8 +1,8 @@
 """Memory of one process of a layout: named terms in bytes, on the chip and on the host, at each moment of a step.
 
-Like the times these are formulas on numbers or arrays. States follow Rajbhandari et al. 2020 (section 5), activations
-Korthikanti et al. 2022 (sections 4 and 5). The peak is the worst moment, not the sum of all terms: logits live at the
-end of a forward, the gathered weights of a layer while it computes, the update's buffers when activations are gone.
+Formulas on numbers or arrays. States follow Rajbhandari et al. 2020 (section 5), activations Korthikanti et al. 2022
+(sections 4 and 5). The peak is the worst moment, not the sum of all terms: logits live at the end of a forward, a
+layer's gathered weights while it computes, the update's buffers when activations are gone.
 """
 
 import dataclasses
@@ -15,18 +15,7 @@ import numpy as np
 from ..models.config import ModelConfig
 from .cost import targets
 from .kernels import kept_bytes, share_of
-from .work import (
-    Layouts,
-    Number,
-    Precision,
-    Software,
-    Work,
-    held_parameters,
-    layer_parameters,
-    layers_on,
-    micro_batches,
-    owned_parameters,
-)
+from .work import Layouts, Number, Precision, Software, Work, layer_parameters
 
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
 HEAP_HOLES = 0.3  # on a processor: of activations and logits, held by the kept heap and of no use
@@ -53,9 +42,7 @@ IN_A_STEP = ("loss", "backward of a layer", "update")
 
 
 def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[str, Number]:
-    """Bytes kept by one layer of one micro-batch, by term. Selective recomputation keeps all but the attention core
-    (scores); full keeps the layer's input, which sequence parallelism divides.
-    """
+    """Bytes that a layer of a micro-batch keeps, by term: in selective recomputation no scores, in full its input."""
     share = share_of(work, layouts)
     kept = kept_bytes(work.config, share, software)
     full, selective = layouts.recompute == 2, layouts.recompute == 1
@@ -79,10 +66,8 @@ def micro_batches_in_flight(work: Work, layouts: Layouts, software: Software, be
     """Micro-batches whose activations a process holds that has so many `behind` it: one for each of them and its own,
     interleaving a little more (Korthikanti et al. 2022, section 4.2.3); all of them where forwards come first (gpipe).
     """
-    pipeline, turns = layouts.pipeline, layouts.turns
-    flying = micro_batches(work, layouts)
-    if not software.forwards_first:
-        flying = np.minimum(behind + 1, flying)
+    pipeline, turns, flying = layouts.pipeline, layouts.turns, work.micro_batches(layouts)
+    flying = flying if software.forwards_first else np.minimum(behind + 1, flying)
     return flying * np.where((turns > 1) & (behind > 0), 1 + (pipeline - 1) / (pipeline * turns), 1.0)
 
 
@@ -136,9 +121,7 @@ def layer_at_work(work: Work, layouts: Layouts, software: Software) -> Number:
 
 
 def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number) -> Number:
-    """Logits of a micro-batch with what the loss makes of them. One in slices has its matrix's gradient in fp32, or,
-    compiled, a 16-bit one of each slice until all are added up.
-    """
+    """Logits of a micro-batch with what the loss makes of them; in slices with fp32 or (compiled) 16-bit gradients."""
     entries = tokens * targets(work, software) * work.config.vocab_size / layouts.tensor
     matrix, most = work.config.vocab_size * work.config.width / layouts.tensor, software.logits_at_once
     number = np.maximum(software.loss_bytes, 2 * software.precision.activation)
@@ -159,7 +142,7 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     """Bytes on the chip, by term, of the process at this place among those of `layers_on`: 0 the first, -1 the last."""
     config, numbers, alone = work.config, software.precision, layouts.pipeline == 1
     at = place if layouts.split else None
-    held, owned = held_parameters(config, layouts, at), owned_parameters(config, layouts, software, at)
+    held, owned = layouts.held_parameters(config, at), layouts.owned_parameters(config, software, at)
     experts, others = layer_parameters(config)
     block = others / layouts.tensor + experts / layouts.expert
     rest = (config.parameter_count() - config.layers * (experts + others)) / layouts.tensor
@@ -169,11 +152,11 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     tokens = share_of(work, layouts).tokens
     hidden = config.width * tokens / (layouts.tensor if software.sequence_parallel else 1)
     activations = sum(activation_bytes(work, layouts, software).values())
-    activations = layers_on(config, layouts)[place] * activations * flying
+    activations = layouts.layers_on(config)[place] * activations * flying
     logits = loss_bytes(work, layouts, software, tokens) + 2 * numbers.activation * hidden
     logits = np.where(alone | (np.asarray(behind) == 0), logits, 0.0)
     streamed, offload = (layouts.sharding == 3) & alone, np.asarray(layouts.offload) > 0
-    several = micro_batches(work, layouts) > 1
+    several = work.micro_batches(layouts) > 1
     copied = numbers.master + numbers.moments + numbers.weight * (numbers.master == 0)
     saved = software.on_host * owned * copied
     return state_terms(config, layouts, numbers, held, owned) | {
@@ -203,9 +186,8 @@ def needed_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
     """Bytes that the fullest process needs on its chip; where the chip is the host, with what offload puts there."""
     places = range(len(layouts.split)) if layouts.split else (0, -1)
     peaks = [peak_bytes(device_terms(work, layouts, software, place)) for place in places]
-    return np.maximum.reduce(np.broadcast_arrays(*peaks)) + (
-        host_bytes(work, layouts, software) if software.on_host else 0.0
-    )
+    on_host = host_bytes(work, layouts, software) if software.on_host else 0.0
+    return np.maximum.reduce(np.broadcast_arrays(*peaks)) + on_host
 
 
 def stage_memory(
@@ -244,12 +226,11 @@ def capacity_bytes(memory_gib: float) -> float:
 def host_terms(
     work: Work, layouts: Layouts, software: Software, owned: Number | None = None
 ) -> dict[str, Number]:
-    """Bytes by term that offload keeps in the host's memory for one process, which updates `owned` parameters: 14 of
-    each (Ren et al. 2021, figure 1) and one block's fp32 gradients; those of all blocks for one process with several
-    micro-batches.
+    """Bytes by term that offload keeps in the host's memory for one process, of the `owned` parameters that it updates
+    14 each (Ren et al. 2021, figure 1), and fp32 gradients: of a block, of all for one process with micro-batches.
     """
     numbers, offload, config = software.precision, np.asarray(layouts.offload) > 0, work.config
-    owned = np.where(offload, owned_parameters(config, layouts, software) if owned is None else owned, 0.0)
+    owned = np.where(offload, layouts.owned_parameters(config, software) if owned is None else owned, 0.0)
     master = numbers.master or numbers.weight
     summed = (layouts.world == 1) & (work.rows > layouts.data * layouts.micro_rows)
     block = sum(layer_parameters(config))

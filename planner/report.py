@@ -10,20 +10,13 @@ from typing import Any
 
 from ..core.console import amount, table
 from ..models.config import GPTConfig, ModelConfig, family_of
+from . import tables
 from .hardware import Cluster
 from .layout import Layout
 from .memory import MOMENTS, host_terms, stage_memory, state_terms
 from .run import Run, goodput, node_failures, nodes_of, run_facts, run_lines, saves_of
 from .schedule import pipeline_actions
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
-from .tables import (
-    Coordinates,
-    optimizer_numbers,
-    parameter_shapes,
-    shard_specs,
-    stage_holds,
-    tensor_placement,
-)
 from .traffic import StepShape, held, traffic
 from .work import RECOMPUTES, Work, layouts_of
 
@@ -219,7 +212,9 @@ def checkpoint_facts(search: Search, candidate: Candidate, run: Run, told_tokens
 def layout_report(config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str) -> Told:
     """A layout for a script and for a person: what each process holds and sends in a step."""
     degrees = range(layout.pipeline), range(layout.tensor), range(1), range(layout.shards)
-    places = [Coordinates(*ranks) for ranks in itertools.product(*degrees)]  # those that hold different parts
+    places = [
+        tables.Coordinates(*ranks) for ranks in itertools.product(*degrees)
+    ]  # those that hold different parts
     processes = [vars(place) | held_bytes(config, layout, batch, optimizer, place) for place in places]
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts: dict[str, Any] = {
@@ -227,7 +222,7 @@ def layout_report(config: ModelConfig, layout: Layout, batch: StepShape, optimiz
         "family": family_of(config),
         "parameters": config.parameter_count(),
         "processes": processes,
-        "placements": {name: _over_tensor(name, config, layout) for name in parameter_shapes(config)},
+        "placements": {name: _over_tensor(name, config, layout) for name in tables.parameter_shapes(config)},
         "traffic": [{"pipeline": rank} | vars(entry) for rank, entries in sent.items() for entry in entries],
     }
     if layout.pipeline > 1:
@@ -255,12 +250,12 @@ def layout_report(config: ModelConfig, layout: Layout, batch: StepShape, optimiz
 
 
 def held_bytes(
-    config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str, place: Coordinates
+    config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str, place: tables.Coordinates
 ) -> dict[str, int]:
     """Parameters of a process, counted, and the bytes that the planner's memory has for so many."""
-    owned = [(spec.name, spec.box.size, spec.box.numel) for spec in shard_specs(config, layout, place)]
+    owned = [(spec.name, spec.box.size, spec.box.numel) for spec in tables.shard_specs(config, layout, place)]
     count, number = sum(numel for *_, numel in owned), batch.numbers.gradient
-    slots = sum(optimizer_numbers(optimizer, name, size) for name, size, _ in owned)
+    slots = sum(tables.optimizer_numbers(optimizer, name, size) for name, size, _ in owned)
     numbers = dataclasses.replace(batch.numbers, moments=number * slots / max(count, 1))
     software = dataclasses.replace(batch.software, precision=numbers)
     whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
@@ -280,19 +275,21 @@ def shortened(words: list[str], most: int = 24) -> str:
 def _over_tensor(name: str, config: ModelConfig, layout: Layout) -> str:
     if layout.tensor == 1:
         return "whole"
-    placement = tensor_placement(name, config)
+    placement = tables.tensor_placement(name, config)
     return f"cut on dim {placement}" if isinstance(placement, int) else f"whole, gradient {placement}"
 
 
 def _placement_rows(config: ModelConfig, layout: Layout) -> list[tuple[str, str, str, str]]:
     """One row for each parameter, those of the blocks once for all layers."""
     rows = []
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in tables.parameter_shapes(config).items():
         if name.startswith("blocks.") and not name.startswith("blocks.0."):
             continue
         shown, where = name.replace("blocks.0.", "blocks.*."), "its layer's"
         if shown == name:
-            stages = [stage for stage in range(layout.stages) if stage_holds(name, stage, config, layout)]
+            stages = [
+                stage for stage in range(layout.stages) if tables.stage_holds(name, stage, config, layout)
+            ]
             where = ", ".join(map(str, stages))
         rows.append((shown, " x ".join(map(str, shape)), _over_tensor(name, config, layout), where))
     return rows

@@ -1,10 +1,9 @@
 """A whole run from the time of its steps: days, money, energy and carbon, and what failures and production add.
 
-A benchmark's days are steps x seconds. A long run as reported is slower than its benchmark: `PRODUCTION`, which is left
-out unless asked for. A run also stops when any of its nodes fails, so its time between failures is a node's over the
-number of nodes. With saves that take D seconds, a restart of R, failures every M on average and saves every T of
-training, a stretch of T needs M exp(R / M) (exp((T + D) / M) - 1) seconds (Daly 2006, equation 20), and the best T is
-about sqrt(2 D M) (Young 1974).
+A benchmark's days are steps x seconds. A run stops when any of its nodes fails, so its time between failures is a
+node's over their number. With saves that take D seconds, a restart of R, failures every M on average and saves every T
+of training, a stretch of T needs M exp(R / M) (exp((T + D) / M) - 1) seconds (Daly 2006, equation 20), and the best T
+is about sqrt(2 D M) (Young 1974).
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from ..core.errors import WrongUse, did_you_mean
 from .cost import step_seconds
 from .hardware import shipped_table
 from .search import Candidate, Search, band
-from .work import owned_parameters
 
 SECONDS_PER_DAY = 86400.0
 PRODUCTION = 1.25  # a long run as reported takes longer than its benchmark by this (docs/planning.md)
@@ -143,41 +141,36 @@ def run_seconds(search: Search, candidate: Candidate, run: Run) -> float:
 
 
 def saves_of(search: Search, candidate: Candidate, run: Run) -> tuple[float, float, float, float]:
-    """What goodput asks of a run: seconds that training waits for a save (of its part of the state copied to the host)
-    and for a restart, days of a repair, and seconds until all nodes together have written a save.
+    """What goodput asks of a run: seconds of a save's copy to the host and of a restart, days of a repair, seconds
+    until all nodes together have written a save.
     """
     cluster, config = search.cluster, search.work.config
-    owned = float(owned_parameters(config, candidate.layouts, search.software))
+    owned = float(candidate.layouts.owned_parameters(config, search.software))
     copied = SAVED_BYTES * owned / (cluster.host_gb_s * 1e9)
     written = SAVED_BYTES * config.parameter_count() / (nodes_of(search) * WRITTEN_GB_S * 1e9)
     return run.save_s or PAUSE_S + copied, run.restart_s, run.repair_days, written
 
 
 def run_facts(search: Search, candidate: Candidate, run: Run) -> dict[str, Any]:
-    """Days of the steps alone and with failures, their span, money, energy and carbon; empty without tokens.
-
-    The span takes the band of the prediction and the least and the most that nodes were seen to fail.
+    """Days of the steps, and with failures, with their span by the prediction's band and the least and most failures
+    seen; money, energy and carbon. Empty without tokens.
     """
     if not run.tokens:
         return {}
     cluster, world, nodes = search.cluster, search.world, nodes_of(search)
     factor = PRODUCTION if run.production else 1.0
     days = run_seconds(search, candidate, run) / SECONDS_PER_DAY * factor
-    least, median, most = usual_failures()
-    rates = (run.failures,) * 3 if run.failures else (least, median, most)
-    saves = saves_of(search, candidate, run)
+    rates = (run.failures,) * 3 if run.failures else usual_failures()
+    saves, wide = saves_of(search, candidate, run), band(search)
     low, usual, high = (goodput(nodes, rate, *saves) for rate in rates)
-    wide, slow = band(search), max(high.share, 1e-9)
     expected = days / max(usual.share, 1e-9)
-    chips = world + usual.spare_nodes * min(cluster.chips_per_node, world)
-    watts = cluster.watts_per_chip
-    hours = expected * 24 * chips
-    kwh = hours * watts / 1e3 if watts else None
+    hours = expected * 24 * (world + usual.spare_nodes * min(cluster.chips_per_node, world))
+    kwh = hours * cluster.watts_per_chip / 1e3 if cluster.watts_per_chip else None
     return {
         "days": days,
         "expected_days": expected,
         "days_low": days * (1 - wide) / max(low.share, 1e-9),
-        "days_high": days * (1 + wide) / slow,
+        "days_high": days * (1 + wide) / max(high.share, 1e-9),
         "goodput": usual.share,
         "failures_a_day": nodes * rates[1],
         "save_every_minutes": usual.save_every_s / 60,
@@ -195,7 +188,7 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
     """The same in words."""
     if not facts:
         return []
-    spares = f"{facts['spare_nodes']} spare node{'s' if facts['spare_nodes'] != 1 else ''}"
+    spares = f"{facts['spare_nodes']} spare node{'s' * (facts['spare_nodes'] != 1)}"
     lines = [
         f"expected: {facts['expected_days']:.3g} days ({facts['days_low']:.3g} to {facts['days_high']:.3g}), "
         f"{facts['goodput']:.1%} of them training: {facts['failures_a_day']:.2g} failures a day, a save every "

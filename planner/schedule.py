@@ -1,9 +1,9 @@
 """The order of work in a pipeline as data, and when it is done: what each process does, micro-batch by micro-batch.
 
-No torch here: a plan simulates these lists, and a test compares them with the schedules of torch that run. F is a
-forward, B a whole backward; zero-bubble schedules split it into I (gradients of inputs) and W (of weights). Waiting is
-not in the lists: an action starts when what it needs is there. Sources: 1F1B and interleaving, Narayanan et al. 2021
-(section 2.2); zero bubble, Qi et al. 2023 (sections 3 and 6).
+A plan simulates these lists, and a test compares them with the schedules of torch that run. F is a forward, B a whole
+backward; zero-bubble schedules split it into I (gradients of inputs) and W (of weights). An action starts when what it
+needs is there. Sources: 1F1B and interleaving, Narayanan et al. 2021 (section 2.2); zero bubble, Qi et al. 2023
+(sections 3 and 6).
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,7 @@ def _one_stage(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
 
 
 def _interleaved(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
-    """Rounds of about as many micro-batches as processes: each goes through one stage of the process, then
-    through the next.
-
+    """Rounds of about as many micro-batches as processes: each goes through one stage of the process, then the next.
     Zero bubble runs ahead half as far and takes the gradients of weights `rank` backwards later.
     """
     pipeline, chunks = layout.pipeline, layout.stages_per_process
@@ -81,10 +79,8 @@ def _interleaved(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
 
 
 def _zero_bubble_v(pipeline: int, micro_batches: int, rank: int) -> list[Action]:
-    """The V: a process has the stage `rank` on the way down and its mirror on the way up, and alternates
-    between them.
-
-    Written for at least 2 x pipeline - 1 micro-batches; of fewer, the others are left out.
+    """The V: a process alternates between the stage `rank` on the way down and its mirror on the way up. Made for at
+    least 2 x pipeline - 1 micro-batches; of fewer, the others are left out.
     """
     down, up = rank, 2 * pipeline - 1 - rank
     enough = max(2 * pipeline - 1, micro_batches)

@@ -237,21 +237,17 @@ def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
         return f"does not fit: {other.needed_bytes / 2**30:,.1f} of {capacity / 2**30:,.1f} GiB"
     grown = max(best.parts, key=lambda name: other.parts[name] - best.parts[name])
     slower = other.seconds / best.seconds - 1
+    if slower <= -0.0005:
+        return f"{-slower:.1%} faster, and left to the search's other choices"
     if slower <= 0:
-        return (
-            f"{-slower:.1%} faster, and left to the search's other choices"
-            if slower <= -0.0005
-            else "as fast"
-        )
+        return "as fast"
     return f"{slower:.1%} slower, most of it {grown} (+{other.parts[grown] - best.parts[grown]:,.3g} s)"
 
 
 def fewest_chips(
     search: Search, worlds: Sequence[int], meets: Callable[[Search, Candidate], bool] | None = None
 ) -> Found | None:
-    """The smallest of these numbers of chips on which the model fits and the run `meets` what it must, with layouts
-    closer to the best than the model can tell apart ranked by their simplicity.
-    """
+    """The fewest chips on which the model fits and the run `meets` what it must; near layouts by their simplicity."""
     for world in worlds:
         found = find_layouts(dataclasses.replace(search, world=world), 8)
         if found.best and (meets is None or meets(found.search, found.best[0])):
@@ -295,9 +291,8 @@ UNKNOWN = 0.35  # the band of a program or a chip without published rows
 
 
 def band(search: Search) -> float:
-    """Relative error that four predictions in five keep: what the rows left out of the fit show for this program
-    (bands.toml), on a chip that has any row; 35 % where program or chip has none, half of that after `study` of the
-    machine itself.
+    """Relative error that four predictions in five keep: of the program's rows left out of the fit (bands.toml), on a
+    chip that has any row; else UNKNOWN, half of that after `study` of the machine itself.
     """
     table = shipped_table("bands.toml")
     row, chips = table.get(search.software.name), {chip for row in table.values() for chip in row["chips"]}

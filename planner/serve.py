@@ -1,10 +1,10 @@
 """Serving: latency, throughput, memory, and how many cards a load needs and costs.
 
-A second, smaller kernel list: one forward in an engine that fuses everything element-wise into its products (TensorRT).
-A product of few tiles leaves processors idle, which costs the time of `tile` tiles on each; low-power cards lower their
-clock under load by the square root of the power they lack for their process. A decoder's step also streams every weight
-and the cache; of experts those that any of its tokens chose, at random. Five constants, fitted on NVIDIA's published
-BERT latencies; docs/planning.md has the error with each GPU left out.
+One forward in an engine that fuses everything element-wise into its products (TensorRT). A product of few tiles leaves
+processors idle, which costs the time of `tile` tiles on each; low-power cards lower their clock under load by the
+square root of the power they lack for their process. A decoder's step also streams every weight and the cache; of
+experts those that any of its tokens chose, at random. Five constants, fitted on NVIDIA's published BERT latencies;
+docs/planning.md has the error with each GPU left out.
 """
 
 import math
@@ -78,9 +78,7 @@ def forward_seconds(
     constants: ServeConstants = FITTED,
     tensor: int = 1,
 ) -> float:
-    """Seconds of one pass over `tokens` new positions of each row that attend to `seen`, on `tensor` cards that sum
-    each half of a layer over their links.
-    """
+    """Seconds of one pass over `tokens` new positions of each row that attend to `seen`, on `tensor` cards."""
     chip = cluster.chip
     dtype, usual = rates_of(chip, precision)
     share, size = sustained_share(chip, constants), NUMBER.get(dtype, 2)
@@ -187,10 +185,8 @@ def plan_service(
     p99_ms: float = 0.0,
     qps: float = 0.0,
 ) -> dict[str, Any]:
-    """Batches that fit and the largest of all, on as many cards a copy as serve most for each card, the best one within
-    `p99_ms`, and copies, cards and cost for `qps`.
-
-    A request waits at most for the batch before its own, so the 99th percentile is taken as two batches.
+    """Batches that fit, up to the largest, on as many cards a copy as serve most for each card; the best one within
+    `p99_ms` (two batches: a request waits at most for the one before its own); copies, cards and cost for `qps`.
     Raises WrongUse on what the model or the card cannot do, when the model does not fit or no batch is fast enough.
     """
     chip = cluster.chip
@@ -209,18 +205,12 @@ def plan_service(
             rows += [serve(config, cluster, batch, *shape) for batch in BATCHES if batch < largest.batch]
             rows += [largest]
     if not rows:
-        raise WrongUse(
-            f"{need / 2**30:,.1f} GiB on each of {tensor or degrees[-1]} do not fit on {chip.name}",
-            where="--on",
-            fix="a larger card, more of them (--tensor), or --precision int8",
-        )
+        what = f"{need / 2**30:,.1f} GiB on each of {tensor or degrees[-1]} do not fit on {chip.name}"
+        raise WrongUse(what, where="--on", fix="a larger card, more of them (--tensor), or --precision int8")
     fast = [row for row in rows if not p99_ms or (2 if row.batch > 1 else 1) * row.seconds * 1e3 <= p99_ms]
     if not fast:
-        raise WrongUse(
-            f"one row takes {min(row.seconds for row in rows) * 1e3:,.2f} ms on {chip.name}",
-            where="--p99",
-            fix="a longer limit, a faster card or more of them (--tensor)",
-        )
+        what = f"one row takes {min(row.seconds for row in rows) * 1e3:,.2f} ms on {chip.name}"
+        raise WrongUse(what, where="--p99", fix="a longer limit, a faster card or more of them (--tensor)")
     best = max(fast, key=lambda row: row.per_second / row.tensor)
     rows = [row for row in rows if row.tensor == best.tensor]
     copies = max(1, math.ceil(qps / (best.per_second * UTILISATION))) if qps else 1
@@ -254,9 +244,6 @@ def _check_service(config: ModelConfig, chip: Chip, length: int, new_tokens: int
     if new_tokens and isinstance(config, BERTConfig):
         raise WrongUse("a BERT generates no tokens", where="--new-tokens", fix="leave it out")
     if length + new_tokens > config.sequence_length:
-        text = f"{length + new_tokens:,} tokens of a request, and the model has {config.sequence_length:,} positions"
-        raise WrongUse(
-            text,
-            where="--length and --new-tokens",
-            fix=f"at most {config.sequence_length:,} with the new ones",
-        )
+        most = f"{config.sequence_length:,}"
+        what = f"{length + new_tokens:,} tokens of a request, and the model has {most} positions"
+        raise WrongUse(what, where="--length and --new-tokens", fix=f"at most {most} with the new ones")

@@ -1,8 +1,7 @@
-"""A layout as data: which part of which parameter every process holds.
+"""A layout as data: which box (start and size on every dim) of which parameter every process holds.
 
 Tensor parallelism is a table from parameter names to dims; data sharding cuts what is left on dim 0 (as `fully_shard`
-does); the pipeline decides by layer. So every process holds a box of each of its parameters: start and size on every
-dim. Building, initial values, checkpoints and `--show-layout` read the same boxes.
+does); the pipeline decides by layer. Building, initial values, checkpoints and `--show-layout` read the same boxes.
 """
 
 import functools
@@ -171,9 +170,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if layer or not (bert and config.embedding_norm):
             norm(f"{block}.attention_norm")
         if gpt and gpt.kv_latent:
-            shapes |= {
-                f"{block}.attention.latent.{name}": shape for name, shape in _latent_shapes(gpt).items()
-            }
+            shapes |= _latent_shapes(gpt, f"{block}.attention.latent")
         elif heads == keys:
             linear(f"{block}.attention.qkv", 3 * heads, bias=qkv)
         else:
@@ -189,7 +186,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if not gpt or gpt.residual != "shared":
             norm(f"{block}.mlp_norm")
         if gpt and gpt.has_experts(layer):
-            shapes |= {f"{block}.mlp.{name}": shape for name, shape in _expert_shapes(gpt).items()}
+            shapes |= _expert_shapes(gpt, f"{block}.mlp")
         else:
             linear(f"{block}.mlp.up", wide, bias=mlp)
             if config.gated:
@@ -209,29 +206,31 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _latent_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def _latent_shapes(config: GPTConfig, at: str) -> dict[str, tuple[int, ...]]:
     """Of queries, keys and values made of latents (`models/layers.py`)."""
     width, q_latent, kv_latent, turned = config.width, config.q_latent, config.kv_latent, config.rope_width
-    shapes: dict[str, tuple[int, ...]] = {}
-    if q_latent:
-        shapes = {"q_down.weight": (q_latent, width), "q_norm.weight": (q_latent,)}
-    shapes["q_up.weight"] = (config.heads * config.head_size, q_latent or width)
-    shapes |= {"kv_down.weight": (turned + kv_latent, width), "kv_norm.weight": (kv_latent,)}
-    shapes["kv_up.weight"] = (config.heads * (config.head_size - turned + config.value_size), kv_latent)
-    return shapes
+    made = config.heads * (config.head_size - turned + config.value_size)
+    down = {f"{at}.q_down.weight": (q_latent, width), f"{at}.q_norm.weight": (q_latent,)} if q_latent else {}
+    return {
+        **down,
+        f"{at}.q_up.weight": (config.heads * config.head_size, q_latent or width),
+        f"{at}.kv_down.weight": (turned + kv_latent, width),
+        f"{at}.kv_norm.weight": (kv_latent,),
+        f"{at}.kv_up.weight": (made, kv_latent),
+    }
 
 
-def _expert_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(config: GPTConfig, at: str) -> dict[str, tuple[int, ...]]:
     """Of a feed-forward of experts (`models/experts.py`)."""
     width, experts, size = config.width, config.experts, config.expert_size
     names = ("up", "gate") if config.gated else ("up",)
-    shapes: dict[str, tuple[int, ...]] = {"balance_bias": (experts,)} if config.balance_bias else {}
-    shapes["router.weight"] = (experts, width)
-    shapes |= {f"experts.{name}": (experts, size, width) for name in names}
-    shapes["experts.down"] = (experts, width, size)
+    shapes: dict[str, tuple[int, ...]] = {f"{at}.balance_bias": (experts,)} if config.balance_bias else {}
+    shapes[f"{at}.router.weight"] = (experts, width)
+    shapes |= {f"{at}.experts.{name}": (experts, size, width) for name in names}
+    shapes[f"{at}.experts.down"] = (experts, width, size)
     if shared := config.shared_experts * size:
-        shapes |= {f"shared.{name}.weight": (shared, width) for name in names}
-        shapes["shared.down.weight"] = (width, shared)
+        shapes |= {f"{at}.shared.{name}.weight": (shared, width) for name in names}
+        shapes[f"{at}.shared.down.weight"] = (width, shared)
     return shapes
 
 

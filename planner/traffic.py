@@ -1,8 +1,8 @@
-"""The collectives of one step of a layout with their bytes.
+"""The collectives of one step of a layout with their bytes, counted from the tables that build the model.
 
-Counted from the same tables that build the model, without building it. Bytes of a collective are those of its whole
-result: gathered, before scattering, or reduced; of a point-to-point one, those sent. What a micro-batch sends is said
-for numbers and for arrays of layouts, so that the time model prices what is printed and what sockets carry.
+Bytes of a collective are those of its whole result: gathered, before scattering, or reduced; of a point-to-point one,
+those sent. What a micro-batch sends is said for numbers and for arrays of layouts, so that the time model prices what
+is printed and what sockets carry.
 """
 
 import dataclasses
@@ -16,20 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..models.config import BERTConfig, ModelConfig
+from . import tables
 from .layout import Layout
-from .tables import (
-    SIGNS_PER_SCALE,
-    SKETCH,
-    Coordinates,
-    ShardSpec,
-    bucket_slices,
-    is_decayed,
-    is_of_experts,
-    is_tied,
-    is_trained,
-    low_rank_pays,
-    shard_specs,
-)
+from .tables import Coordinates, ShardSpec, bucket_slices, is_of_experts, is_trained, shard_specs
 from .work import SHARDINGS, Number, Precision, Software, find_software, has_experts
 
 
@@ -73,8 +62,8 @@ class Traffic:
 
 
 def prepared_places(rows: int, length: int, fraction: float) -> tuple[int, int]:
-    """For rows of this length with this fraction of their tokens masked: the step in which places for masked-token
-    logits are prepared, a quarter of the most targets, and the places that the most targets get.
+    """The step in which places for masked-token logits are prepared, a quarter of the most targets of such rows, and
+    the places that the most targets get.
     """
     most = max(rows * math.ceil(length * fraction), 1)
     step = -(-most // 4)
@@ -103,7 +92,7 @@ def tensor_sends(
     tokens: Number,
     targets: Number,
     layers: Number,
-    tables: Number,
+    table: Number,
     head: Number,
     again: Number,
 ) -> list[tuple[str, Number, Number]]:
@@ -121,8 +110,8 @@ def tensor_sends(
         calls = layers * software.layer_sums * (2 + again) / 2
         kinds = ("all-gather", "reduce-scatter") if software.sequence_parallel else ("all-reduce",)
         return [(kind, calls, calls * hidden) for kind in kinds]
-    gathers = 6 * layers + tables + head
-    scatters = layers * (4 + 2 * again) + tables + head * (not bert)
+    gathers = 6 * layers + table + head
+    scatters = layers * (4 + 2 * again) + table + head * (not bert)
     # of the loss: the largest logit, the normalisation and the logit of the target; of BERT also the rows it selects
     sums = 3 * targets * max(numbers.weight, 4) + bert * targets * config.width * numbers.activation
     return [
@@ -151,9 +140,8 @@ def passed_bytes(config: ModelConfig, software: Software, tokens: Number, tensor
 
 
 def data_passes(sharding: Number, pipeline: Number, micro_batches: Number) -> tuple[Number, Number, Number]:
-    """How often a step gathers the weights of a layer, gathers the other weights, and scatters gradients. Sharded
-    weights are gathered for every pass of a micro-batch, others once; from zero2 on the gradients of every
-    micro-batch are scattered. A pipeline keeps both whole for the step.
+    """How often a step gathers a layer's weights, gathers the others, and scatters gradients: sharded weights for every
+    pass of a micro-batch, from zero2 on the gradients of each; a pipeline keeps both whole for the step.
     """
     alone = np.asarray(pipeline) == 1
     streamed, scattered = alone & (np.asarray(sharding) == 3), alone & (np.asarray(sharding) >= 2)
@@ -200,9 +188,8 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank:
 def expert_sends(
     config: ModelConfig, numbers: Precision, tokens: Number, tensor: Number, again: Number
 ) -> tuple[Number, Number]:
-    """Calls and bytes of the exchanges of tokens with the processes that have their experts, in one mean layer and
-    micro-batch: rows there and answers back, as often in backward, and in a forward that is repeated. Each tensor rank
-    sends the rows of its part of the sequence, to every expert of a token once.
+    """Calls and bytes of the exchanges of tokens with their experts' processes, in one mean layer and micro-batch: rows
+    there and answers back, as often in backward, and in a repeated forward, each tensor rank for its part of the rows.
     """
     calls, copies = has_experts(config) * (4 + 2 * again), getattr(config, "experts_per_token", 0)
     return calls, calls * tokens / tensor * copies * config.width * numbers.sent
@@ -230,7 +217,7 @@ def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: StepShape, ran
         calls = batch.micro_batches * len(peers)
         yield Traffic("pipeline", "send", calls, calls * int(size), what)
     ends = {0, layout.stages - 1}
-    if layout.pipeline > 1 and is_tied(config) and len(ends & set(here)) == 1:
+    if layout.pipeline > 1 and tables.is_tied(config) and len(ends & set(here)) == 1:
         specs = shard_specs(config, layout, Coordinates(rank))
         table = next(spec.box.numel for spec in specs if spec.name == "token_table.weight")
         yield Traffic("pipeline", "all-reduce", 1, table * batch.summed, "gradient of the tied table")
@@ -271,9 +258,7 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: i
 
 
 def with_compression(software: Software, config: ModelConfig, scheme: str, rank: int) -> Software:
-    """The program with compressed gradients, once their warm-up is over: copies send fewer bytes, keep what they did
-    not send, and read and write both once more.
-    """
+    """The program with compressed gradients, warmed up: copies send fewer bytes and keep what they did not send."""
     if scheme == "none":
         return software
     numbers, parts = software.precision, list(shard_specs(config, Layout(data=2), Coordinates()))
@@ -282,7 +267,7 @@ def with_compression(software: Software, config: ModelConfig, scheme: str, rank:
         batch = StepShape(1, 1, 1, 0, numbers.compute, scheme=name, rank=rank)
         traffic = _copies_traffic(parts, 2, batch)  # an exchange and a gather are one sum
         sent.append(sum(entry.bytes for entry in traffic if entry.kind != "all-to-all"))
-    kept = replace(numbers, residual=numbers.gradient)
+    kept = replace(numbers, residual=numbers.gradient)  # both are read and written once more
     moved = software.optimizer_bytes + 4 * numbers.gradient
     return replace(software, precision=kept, gradient_share=sent[0] / sent[1], optimizer_bytes=moved)
 
@@ -296,7 +281,7 @@ def _copies_traffic(parts: list[ShardSpec], copies: int, batch: StepShape) -> It
     if batch.scheme == "none":
         yield summed([spec.box.numel * batch.summed for spec in reversed(parts)], "gradients")
     elif batch.scheme == "powersgd":
-        pays = [low_rank_pays(spec.box.size, batch.rank) for spec in parts]
+        pays = [tables.low_rank_pays(spec.box.size, batch.rank) for spec in parts]
         shapes = [(spec.box.size[0], spec.box.numel // spec.box.size[0]) for spec in parts]
         whole = [spec.box.numel * batch.summed for spec, pay in zip(parts, pays) if not pay]
         yield summed(whole, "gradients of vectors")
@@ -306,14 +291,14 @@ def _copies_traffic(parts: list[ShardSpec], copies: int, batch: StepShape) -> It
     else:
         signs = batch.scheme == "one-bit-adam"
         if signs:  # in the order of its groups: those that decay come first
-            parts = sorted(parts, key=lambda spec: not is_decayed(spec.name, len(spec.shape)))
+            parts = sorted(parts, key=lambda spec: not tables.is_decayed(spec.name, len(spec.shape)))
         sent = [spec.box.numel for spec in parts]
         buckets = [sum(sent[bucket]) for bucket in bucket_slices([numel * batch.summed for numel in sent])]
-        unit = SIGNS_PER_SCALE if signs else 1
+        unit = tables.SIGNS_PER_SCALE if signs else 1
         padded = [-(-numel // (copies * unit)) * copies * unit for numel in buckets]
         size = sum(numel // 8 + 4 * numel // unit if signs else 2 * numel for numel in padded)
         what = "signs of the momentum" if signs else "gradients in 16 bits"
         yield Traffic("data", "all-to-all", len(buckets), size, what)
         yield Traffic("data", "all-gather", len(buckets), size, what)
         if signs:
-            yield Traffic("data", "all-reduce", 1, SKETCH * batch.summed, "sketch of the norm")
+            yield Traffic("data", "all-reduce", 1, tables.SKETCH * batch.summed, "sketch of the norm")

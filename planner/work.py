@@ -1,9 +1,7 @@
-"""What is to be done in a step, by which program and how it is divided: a model and a batch, what software does, and
-layouts as numbers or as arrays.
+"""What is to be done in a step: a model and a batch; by which program; and how divided: layouts as numbers or arrays.
 
-What software does is data: the bytes of a number in each role, what is fused, what overlaps. A plan of a run that
-Throughline trains uses `throughline`; the published tables were made by other programs, whose properties are stated in
-`software.toml` from their texts and code. These are switches, not fitted numbers.
+What software does is data: the bytes of a number in each role, what is fused, what overlaps. Throughline's own runs use
+`throughline`; other programs stand in `software.toml` by their texts and code: switches, not fitted numbers.
 """
 
 import dataclasses
@@ -50,8 +48,8 @@ HALF = Precision()  # 16-bit weights, fp32 gradients, masters and moments: 18 B
 AUTOCAST = Precision(weight=4, gradient=4, master=0, stream=4, sent=4, cast=2)  # 16 B, 2 B of cast matrices
 FP32 = Precision("fp32", weight=4, gradient=4, master=0, activation=4, stream=4, sent=4, reduced=4)
 APEX = Precision("fp16", gradient=2, reduced=2)  # 16-bit gradients: 16 B [1910.02054, section 3.1]
-FP64 = Precision(
-    "fp64", weight=8, gradient=8, master=0, moments=16, activation=8, stream=8, sent=8, reduced=8
+FP64 = replace(
+    FP32, compute="fp64", weight=8, gradient=8, moments=16, activation=8, stream=8, sent=8, reduced=8
 )
 
 
@@ -125,9 +123,7 @@ MUON_FLOPS = 5 * 6
 
 
 def with_optimizer(software: Software, name: str, config: ModelConfig) -> Software:
-    """The program with another optimizer: the numbers that it keeps, each read and written once, LAMB's two more
-    reads for its norms, Muon's matrix iterations (of a parameter times the smaller side, here the width).
-    """
+    """The program with another optimizer: its numbers, LAMB's two reads for norms, Muon's iterations over the width."""
     shapes, numbers = parameter_shapes(config).items(), software.precision
     slots = sum(optimizer_numbers(name, parameter, shape) for parameter, shape in shapes)
     moments = numbers.moments / 2 * slots / config.parameter_count()
@@ -140,17 +136,15 @@ def with_optimizer(software: Software, name: str, config: ModelConfig) -> Softwa
 @cache
 def _table() -> dict[str, Software]:
     found = {}
-    for name, shipped in shipped_table("software.toml").items():
-        row = dict(shipped)
-        precision = replace(NUMBERS[row.pop("precision")], **row.pop("bytes", {}))
-        found[name] = Software(name, precision, **row)
+    for name, row in shipped_table("software.toml").items():
+        row = row | {"precision": replace(NUMBERS[row["precision"]], **row.get("bytes", {}))}
+        found[name] = Software(name, **{key: value for key, value in row.items() if key != "bytes"})
     return found
 
 
 def find_software(name: str, compute: str = "") -> Software:
-    """The program of that name, with its numbers in another dtype: fp32 and tf32 keep everything in 4 bytes,
-    fp64 in 8; fp8 and narrower ones are for the products of the blocks, the rest is in bf16. Raises WrongUse for an
-    unknown name.
+    """The program of that name, in another dtype: fp32 and tf32 keep everything in 4 bytes, fp64 in 8; fp8 and narrower
+    ones are for the products of the blocks, the rest is in bf16. Raises WrongUse.
     """
     if name not in _table():
         raise WrongUse(f"no software {name!r}", where="--software", fix="one of " + ", ".join(_table()))
@@ -182,6 +176,10 @@ class Work:
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    def micro_batches(self, layouts: "Layouts") -> Number:
+        """Of one process in a step."""
+        return self.rows / (layouts.data * layouts.micro_rows)
 
 
 @dataclass(frozen=True)
@@ -223,6 +221,41 @@ class Layouts:
         """The layouts at these places."""
         return Layouts(**{axis: np.asarray(getattr(self, axis))[index] for axis in AXES})
 
+    def layers_on(self, config: ModelConfig) -> list[Number]:
+        """Of a pipeline's first and last process (the first stages take what is left over); in a given split of all."""
+        if self.split:
+            return list(self.split)
+        base, extra = divmod(config.layers, self.pipeline * self.turns)
+        first = self.turns * base + np.minimum(-(-extra // self.pipeline), self.turns)
+        return [first, self.turns * base + extra // self.pipeline]
+
+    def copies_of_experts(self, software: Software) -> Number:
+        """Processes of a stage that sum or shard the same experts; in other programs tensor ranks are among them."""
+        tensor = self.tensor if software.layer_sums else 1
+        return np.maximum(self.data * self.context * tensor / self.expert, 1)
+
+    def owned_parameters(self, config: ModelConfig, software: Software, place: int | None = None) -> Number:
+        """Those whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
+        held, shards = self.held_parameters(config, place), self.shards
+        if not (experts := layer_parameters(config)[0]):
+            return held / shards
+        experts = self.layers_on(config)[place or 0] * experts / self.expert
+        copies = np.minimum(shards, self.copies_of_experts(software) / self.replicas)
+        return (held - experts) / shards + experts / np.where(shards > 1, copies, 1)
+
+    def held_parameters(self, config: ModelConfig, place: int | None = None) -> Number:
+        """Of the fullest process before sharding, a token table at either end; in a given split of that at `place`."""
+        experts, others = layer_parameters(config)
+        rest = config.parameter_count() - config.layers * (experts + others)
+        table = config.vocab_size * config.width + rest % config.width
+        ends = np.where(self.pipeline > 1, np.minimum(rest, table), rest) / self.tensor
+        block = others / self.tensor + experts / self.expert
+        if not self.split:
+            return self.layers_on(config)[0] * block + ends
+        held = [layers * block for layers in self.split]
+        held[0], held[-1] = held[0] + ends, held[-1] + ends
+        return max(held) if place is None else held[place]
+
 
 AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name not in ("replicas", "given"))
 
@@ -242,22 +275,6 @@ def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -
     )
 
 
-def micro_batches(work: Work, layouts: Layouts) -> Number:
-    """Of one process in a step."""
-    return work.rows / (layouts.data * layouts.micro_rows)
-
-
-def layers_on(config: ModelConfig, layouts: Layouts) -> list[Number]:
-    """Of a pipeline's first and last process (the first stages take what is left over); in a given split of all."""
-    if layouts.split:
-        return list(layouts.split)
-    stages = layouts.pipeline * layouts.turns
-    base, extra = config.layers // stages, config.layers % stages
-    first = layouts.turns * base + np.minimum(-(-extra // layouts.pipeline), layouts.turns)
-    last = layouts.turns * base + extra // layouts.pipeline
-    return [first, last]
-
-
 def has_experts(config: ModelConfig) -> float:
     """Share of the layers whose feed-forward is of experts."""
     return config.expert_layers / config.layers if isinstance(config, GPTConfig) else 0.0
@@ -270,38 +287,3 @@ def layer_parameters(config: ModelConfig) -> tuple[float, float]:
         each = config.feed_forward_parameters(config.expert_size)
         experts = has_experts(config) * config.experts * each
     return experts, config.block_parameters() + config.expert_parameters() / config.layers - experts
-
-
-def copies_of_experts(layouts: Layouts, software: Software) -> Number:
-    """Processes of a stage that sum the gradients of the same experts, or shard them; elsewhere tensor ranks too, and
-    in our engine each holds what it routes its part of a row through.
-    """
-    tensor = layouts.tensor if software.layer_sums else 1
-    return np.maximum(layouts.data * layouts.context * tensor / layouts.expert, 1)
-
-
-def owned_parameters(
-    config: ModelConfig, layouts: Layouts, software: Software, place: int | None = None
-) -> Number:
-    """Those whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
-    held, shards = held_parameters(config, layouts, place), layouts.shards
-    if not (experts := layer_parameters(config)[0]):
-        return held / shards
-    experts = layers_on(config, layouts)[place or 0] * experts / layouts.expert
-    copies = np.minimum(shards, copies_of_experts(layouts, software) / layouts.replicas)
-    return (held - experts) / shards + experts / np.where(shards > 1, copies, 1)
-
-
-def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:
-    """Of the fullest process before sharding, a token table at either end; in a given split of that at `place`."""
-    experts, others = layer_parameters(config)
-    rest = config.parameter_count() - config.layers * (experts + others)
-    table = config.vocab_size * config.width + rest % config.width
-    ends = np.where(layouts.pipeline > 1, np.minimum(rest, table), rest)
-    first, last = layers_on(config, layouts)[0], len(layouts.split) - 1
-    block = others / layouts.tensor + experts / layouts.expert
-    if layouts.split:
-        edges = [(ends / layouts.tensor if rank in (0, last) else 0.0) for rank in range(last + 1)]
-        held = [layers * block + edge for layers, edge in zip(layouts.split, edges, strict=True)]
-        return max(held) if place is None else held[place]
-    return first * block + ends / layouts.tensor

@@ -12,7 +12,7 @@ from throughline.planner.hardware import find_cluster
 from throughline.planner.kernels import Share, layer_kernels
 from throughline.planner.layout import Layout
 from throughline.planner.traffic import StepShape, expert_sends, traffic, with_compression
-from throughline.planner.work import Layouts, Work, find_software, held_parameters, owned_parameters
+from throughline.planner.work import Layouts, Work, find_software
 
 MIXTRAL = preset("mixtral-8x7b", sequence_length=4096)
 OURS = find_software("throughline", "bf16")
@@ -33,9 +33,9 @@ def test_memory_is_that_of_all_experts_over_the_expert_axis() -> None:
     whole = MIXTRAL.parameter_count()
     for expert in (1, 2, 8):
         layouts = Layouts(data=8, expert=expert, sharding=1)
-        assert held_parameters(MIXTRAL, layouts) == pytest.approx(whole - routed + routed / expert)
+        assert layouts.held_parameters(MIXTRAL) == pytest.approx(whole - routed + routed / expert)
         # every parameter is updated once, whoever holds it
-        assert 8 * owned_parameters(MIXTRAL, layouts, OURS) == pytest.approx(whole)
+        assert 8 * layouts.owned_parameters(MIXTRAL, OURS) == pytest.approx(whole)
 
 
 def test_rows_are_sent_to_every_expert_of_a_token_and_back() -> None:
