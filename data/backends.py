@@ -1,9 +1,9 @@
-"""Who turns text into ids: an adapter for each library that encodes faster than `tokenizers`, the reference, which it
-is checked against before it is used and now and then while it works.
+"""Who turns text into ids: an adapter for each library that encodes faster than `tokenizers`, the reference, against
+which it is checked before it is used and now and then while it works.
 
-Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: flat
-arrays, because Python lists of ids cost five to eight times the encoding itself. What an encoder surely does otherwise
-than the reference it refuses when it is made (ValueError), or leaves to the reference text by text.
+Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: lists of ids
+would cost five to eight times the encoding. What it surely does otherwise than the reference (a `Tokenizer` itself) it
+refuses when it is made (ValueError), or leaves to the reference text by text.
 """
 
 import json
@@ -66,8 +66,7 @@ class Gigatoken:
 class Tokie:
     """The `tokie` package: BERT's WordPiece at over 40 MB per core-second. A call shares the machine's cores.
 
-    It has an older Unicode than the reference has, whose characters without a meaning it drops or splits
-    otherwise. Both are asked about every character when it is first met, within a word, twice, and alone; a
+    Its Unicode is older. Both are asked about every character when it is first met, within a word, twice, and alone; a
     text with one that they encode differently goes to the reference.
     """
 
@@ -96,8 +95,7 @@ class Tokie:
         if not texts:
             return np.empty(0, np.int32), np.empty(0, np.int64)
         ids, lengths = self._encode(texts)
-        odd = self._odd(texts)
-        if odd:
+        if odd := self._odd(texts):
             parts = split_ids(ids, lengths)
             right = split_ids(*self._reference([texts[place] for place in odd]))
             for place, part in zip(odd, right):
@@ -178,55 +176,21 @@ WATCHED = 1 << 13  # characters of a look at most: a few ms of the reference
 # What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal
 # special text.
 NASTY = (
-    "",
-    " ",
-    "\n",
-    "  \n\t ",
-    "a",
-    "Hello, world!",
-    "I'm we'll they've it's 'tis DON'T I'LL 'S ''s",
-    "x  y   z    \n\n\n  w \t\t v",
-    "tabs\tand\r\ncarriage\rreturns",
-    " leading",
-    "trailing ",
-    "under_score __dunder__ snake_case CamelCase",
-    "1234567890 3.14 1,000 2e-5 ½ ²³ ١٢٣",
-    "<|endoftext|>",
-    "a<|endoftext|>b",
-    "[CLS] [SEP] [MASK][PAD] [UNK]",
-    "[mask] ##ing # ## ###",
-    "<s></s><pad><unk>",
-    "<|unk|>",
-    "naïve café résumé ÀÉÎ ẞ ß ﬁ ﬀ Ǆ İ ı",
-    "e\u0301 a\u0308 n\u0303 \u0301",
-    "日本語のテキスト",
-    "中文字符",
-    "한국어",
-    "𠀀𠀁",
-    "שלום עולם",
-    "مرحبا بالعالم",
-    "नमस्ते",
-    "สวัสดีครับ",
-    "Ελληνικά ΟΔΟΣ Σ ς Русский Ёё Ўў",
-    "😀👨‍👩‍👧‍👦🏳️‍🌈 👍🏽 ©®™",
-    "\u00a0no\u00a0break\u2003em\u3000wide\u2028line\u2029para\u0085nel",
-    "\u200bzero\u200cwidth\u200d\ufeff\u00adsoft",
-    "\x00\x01\x07\x1b\x1c\x1f\x7f\x80\x9f",
-    "\ufffd\ufffe\uffff\ue000\U000f0000\U0010ffff",
-    "!?.,;:\"'`~@#$%^&*()-_=+[]{}|\\/<>",
-    "“quotes” ‘single’ — – … « » ‹ ›",
-    "http://example.org/a?b=c&d=%20#e mail@example.org",
-    "if (x != y) { return a[i] <<= 2; } // code\n\tx += 1;",
-    "a" * 300,
-    "ab" * 150 + " " + "-" * 200,
-    " " * 100 + "x" + "\n" * 50,
-    "Supercalifragilisticexpialidocious antidisestablishmentarianism",
-    "x" * 99 + " " + "y" * 100 + " " + "z" * 101,
-    "é" * 120,
-    "ｆｕｌｌ ｗｉｄｔｈ",
-    "T\u0307 ﷽ ꙮ \u1e9e\u0130",
+    "", " ", "\n", "  \n\t ", "a", "Hello, world!", "I'm we'll they've it's 'tis DON'T I'LL 'S ''s",
+    "x  y   z    \n\n\n  w \t\t v", "tabs\tand\r\ncarriage\rreturns", " leading", "trailing ",
+    "under_score __dunder__ snake_case CamelCase", "1234567890 3.14 1,000 2e-5 ½ ²³ ١٢٣", "<|endoftext|>",
+    "a<|endoftext|>b", "[CLS] [SEP] [MASK][PAD] [UNK]", "[mask] ##ing # ## ###", "<s></s><pad><unk>",
+    "<|unk|>", "naïve café résumé ÀÉÎ ẞ ß ﬁ ﬀ Ǆ İ ı", "e\u0301 a\u0308 n\u0303 \u0301", "日本語のテキスト", "中文字符",
+    "한국어", "𠀀𠀁", "שלום עולם", "مرحبا بالعالم", "नमस्ते", "สวัสดีครับ", "Ελληνικά ΟΔΟΣ Σ ς Русский Ёё Ўў",
+    "😀👨‍👩‍👧‍👦🏳️‍🌈 👍🏽 ©®™", "\u00a0no\u00a0break\u2003em\u3000wide\u2028line\u2029para\u0085nel",
+    "\u200bzero\u200cwidth\u200d\ufeff\u00adsoft", "\x00\x01\x07\x1b\x1c\x1f\x7f\x80\x9f",
+    "\ufffd\ufffe\uffff\ue000\U000f0000\U0010ffff", "!?.,;:\"'`~@#$%^&*()-_=+[]{}|\\/<>",
+    "“quotes” ‘single’ — – … « » ‹ ›", "http://example.org/a?b=c&d=%20#e mail@example.org",
+    "if (x != y) { return a[i] <<= 2; } // code\n\tx += 1;", "a" * 300, "ab" * 150 + " " + "-" * 200,
+    " " * 100 + "x" + "\n" * 50, "Supercalifragilisticexpialidocious antidisestablishmentarianism",
+    "x" * 99 + " " + "y" * 100 + " " + "z" * 101, "é" * 120, "ｆｕｌｌ ｗｉｄｔｈ", "T\u0307 ﷽ ꙮ \u1e9e\u0130",
     "\t\x0b\x0c\x1d \x1e",
-)
+)  # fmt: skip
 
 
 class Backend(Protocol):
@@ -237,26 +201,17 @@ class Backend(Protocol):
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-class Reference:
-    """The `tokenizers` library itself."""
-
-    name = "tokenizers"
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.encode_batch = tokenizer.encode_batch
-
-
 class Watched:
     """A backend at work. One text in WATCH_EVERY characters the reference encodes too; if not alike, Failed."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer):
-        self.name, self._backend, self._reference = backend.name, backend, tokenizer.encode_batch
+        self.name, self._backend, self._tokenizer = backend.name, backend, tokenizer
         self._since, self._turn = WATCH_EVERY, 0
 
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = self._backend.encode_batch(texts)
         self._since += sum(map(len, texts))
-        if texts and self._since >= WATCH_EVERY and not isinstance(self._backend, Reference):
+        if texts and self._since >= WATCH_EVERY and self._backend is not self._tokenizer:
             self._since = 0
             self._check(texts, ids, lengths)
         return ids, lengths
@@ -269,7 +224,7 @@ class Watched:
         if len(text) > WATCHED:  # of a long one, a stretch by itself
             text = text[len(text) // 2 :][:WATCHED]
             found = self._backend.encode_batch([text])[0]
-        if why := _difference_of(text, found, self._reference([text])[0]):
+        if why := _difference_of(text, found, self._tokenizer.encode_batch([text])[0]):
             what = f"backend {self.name} differs from the tokenizers library"
             fix = "take another one: --backend tokenizers, with --overwrite where work has been done"
             raise Failed(what, where=f"a text of {len(text):,} characters", why=why, fix=fix)
@@ -286,11 +241,9 @@ BACKENDS: dict[str, Callable[[Tokenizer], Backend]] = {
 def open_backend(
     tokenizer: Tokenizer, name: str = "auto", sample: Sequence[str] = (), check: bool = True
 ) -> Backend:
-    """The backend `name`, or with "auto" the fast one if it is installed and agrees with the reference.
-
-    It is checked on NASTY and on the first texts of `sample`, unless `check` is off. Raises Refused when a
-    named backend differs (with "auto" a warning, and the reference), MissingExtra when it is not installed,
-    WrongUse when it cannot encode this tokenizer.
+    """The backend `name`, or with "auto" the fast one if it is installed and agrees with the reference on NASTY and the
+    first texts of `sample` (without `check` unasked). A named one that differs is Refused, with "auto" warned of;
+    raises MissingExtra when it is not installed, WrongUse when it cannot encode this tokenizer.
     """
     make = BACKENDS.get(tokenizer.type)
     fast = getattr(make, "name", "")
@@ -299,27 +252,27 @@ def open_backend(
         fix = f"use auto or one of: {', '.join(filter(None, (fast, 'tokenizers')))}"
         raise WrongUse(what, where="--backend", fix=fix)
     if name == "tokenizers" or make is None:
-        return Reference(tokenizer)
+        return tokenizer
     try:
         backend = make(tokenizer)
     except ImportError as error:
         if name != "auto":
             raise MissingExtra(fast, "this backend", fast) from error
-        return Reference(tokenizer)
+        return tokenizer
     except Exception as error:  # a library that cannot load this tokenizer says so in its own way
         what = f"backend {fast} cannot load this tokenizer"
         if name != "auto":
             fix = "use --backend auto or tokenizers"
             raise WrongUse(what, where="--backend", why=str(error), fix=fix) from error
         warn(f"{what} ({error}); the tokenizers library encodes")
-        return Reference(tokenizer)
+        return tokenizer
     if not check or not (why := difference(backend, tokenizer, sample)):
         return backend
     what = f"backend {fast} differs from the tokenizers library"
     if name != "auto":
         raise Refused(what, why=why, fix="use --backend tokenizers")
     warn(f"{what} and is not used: {why}")
-    return Reference(tokenizer)
+    return tokenizer
 
 
 def difference(backend: Backend, tokenizer: Tokenizer, sample: Sequence[str] = ()) -> str:

@@ -3,12 +3,11 @@
 Pairs are drawn once per store and shard. "nsp" follows google-research/bert (create_pretraining_data.py): a document
 aims at S - 3 tokens, or with probability `short_fraction` at a random length from 2; whole sentences are gathered until
 the aim is reached or the document ends; A is a random number of the first ones; B is the rest, or with probability 1/2
-(always when the rest is empty) text from a random sentence of another document on, and then the unused rest goes back
-and begins the next sample. The longer of A and B is shortened to S - 3, each token taken from its front or
-back at random. "sop" (ALBERT, Lan et al. 2019) always takes the rest and swaps the two with probability 1/2.
-"none" cuts documents into stretches of S - 2 tokens. A random next comes from another document of the same shard (of
-the same document when the shard has one). All documents of a shard advance together, one sample a step, so the pass is
-vectorised: the draws of a document are keyed by (seed, copy, document, sentence) and depend on no other document.
+(always when the rest is empty) text from a random sentence of another document of the shard on, and then the unused
+rest begins the next sample. The longer of A and B is shortened to S - 3, each token taken from its front or back at
+random. "sop" (ALBERT, Lan et al. 2019) always takes the rest and swaps the two with probability 1/2. "none" cuts
+documents into stretches of S - 2 tokens. All documents of a shard advance together, one sample a step: their draws are
+keyed by (seed, copy, document, sentence).
 
 Masks are drawn for every (seed, epoch, row). Of the maskable tokens of a segment `rate` are chosen (Devlin et al. 2018,
 section 3.1 and appendix A.1); of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A segment with n
@@ -37,10 +36,8 @@ IS_NEXT, IS_RANDOM = 0, 1  # labels of google-research/bert; for "sop" 1 means s
 def sample_segments(
     part: TokenStore, first_token: int, first_document: int, options: DatasetOptions
 ) -> np.ndarray:
-    """The samples of a shard's part of a store: PAIR records in text order, offsets from the store's start.
-
-    `a`, `b` are the first tokens of the segments, lengths in tokens (b_length 0: one segment, label
-    NO_TARGET).
+    """The samples of a shard's part of a store: PAIR records in text order. `a`, `b` are the first tokens of the
+    segments, from the store's start (b_length 0: one segment, label NO_TARGET).
     """
     if options.nsp == "none":
         starts, lengths = split_documents(part.document_starts, options.sequence_length - 2)
@@ -158,10 +155,8 @@ class Masker:
     def __call__(
         self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Mask segments laid end to end, a cacheful at a time.
-
-        tokens (T,) int64, special tokens included; lengths (N,) of the segments; keys (N,) uint64, one per
-        segment. Returns (inputs, targets), both (T,) int64; targets is NO_TARGET where nothing was chosen.
+        """(inputs, targets), int64 (T,), of tokens (T,) of segments laid end to end, a cacheful at a time: lengths
+        (N,), keys uint64 (N,). A target is NO_TARGET where nothing was chosen.
         """
         inputs, targets = tokens.copy(), np.full(len(tokens), NO_TARGET, np.int64)
         ends = np.cumsum(lengths)
@@ -232,10 +227,8 @@ def _ranked(segment: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 class BERTPairs:
-    """Sentence pairs (or stretches) of a store. A packed row holds whole pairs of one shard, kept apart.
-
-    An epoch is `pair_copies` passes over the text. The rows and their pairs are fixed for a store; their
-    order and their masks are drawn for (seed, epoch).
+    """Sentence pairs (or stretches) of a store, fixed for `pair_copies` passes over the text, which are an epoch; order
+    and masks are drawn for (seed, epoch). A packed row holds whole pairs of one shard, kept apart.
     """
 
     def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
@@ -270,10 +263,8 @@ class BERTPairs:
     def batch(self, position: int, count: int) -> Batch:
         options, length = self.options, self.options.sequence_length
         epochs, rows = locate(position, count, self.rows, options.seed, options.order == "shuffled")
-        if options.packing == "packed":
-            places, owner = lay_out(self.ends, rows)
-        else:
-            places, owner = rows, np.arange(count)
+        packed = options.packing == "packed"
+        places, owner = lay_out(self.ends, rows) if packed else (rows, np.arange(count))
         pairs = self.pairs[places]
         sizes = _row_lengths(pairs)
         placed = Placed(sizes, owner, count, length)
@@ -284,14 +275,14 @@ class BERTPairs:
             "targets": placed.rows(targets, NO_TARGET, np.int64),
             "token_types": placed.rows(types, 0, np.int64),
         }
-        if options.packing == "packed":
+        if packed:
             batch["positions"] = placed.rows(placed.within, 0, np.int64)
             batch["document_ids"] = placed.rows(placed.numbers, -1, np.int32)
         else:
             batch["attention_mask"] = placed.rows(True, False, bool)
         if options.nsp != "none":
             labels = pairs["label"].astype(np.int64)
-            if options.packing == "packed":  # (B, S): the label stands at each [CLS]
+            if packed:  # (B, S): the label stands at each [CLS]
                 labels = np.where(placed.within == 0, np.repeat(labels, sizes), NO_TARGET)
                 labels = placed.rows(labels, NO_TARGET, np.int64)
             batch["nsp_targets"] = labels

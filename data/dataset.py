@@ -1,9 +1,8 @@
 """What a dataset is: its options as plain values, mixtures of several, and batches made ahead of the training step.
 
-Weights of a mixture become whole numbers out of PERIOD (or their exact ratio, when it needs a smaller period), so the
-choice repeats and any position is found at once. Within a period the next sample comes from the dataset whose
-share is most urgent (Tijdeman 1980, the chairman assignment problem), which keeps every prefix within one
-sample of its share, for any number of datasets: simple rounding does not.
+Weights of a mixture become whole numbers out of PERIOD (or their exact ratio, when it needs a smaller period), so any
+position is found at once. The next sample comes from the dataset whose share is most urgent (Tijdeman 1980, the
+chairman assignment problem), which keeps every prefix within one sample of its share: simple rounding does not.
 """
 
 import math
@@ -38,9 +37,9 @@ class Dataset(Protocol):
 class DatasetOptions:
     """One dataset. Sizes are in tokens; ids belong to the store's tokenizer.
 
-    `packing`: "windows" cuts the stream every `sequence_length` tokens (GPT) or gives each pair a row of its
-    own (BERT); "best_fit" (GPT) and "packed" (BERT) put whole documents or pairs together into rows with
-    nothing but a remnant of padding, kept apart in attention.
+    `packing`: "windows" cuts the stream every `sequence_length` tokens (GPT) or gives each pair a row (BERT);
+    "best_fit" (GPT) and "packed" (BERT) put whole documents or pairs together, kept apart in attention, with little
+    padding.
     """
 
     family: Literal["gpt", "bert"]
@@ -93,10 +92,8 @@ PERIOD = 10_000
 
 
 class Mixture:
-    """`weights` over `datasets` of one kind; `shares` are those really used. An epoch has all their rows.
-
-    A dataset whose rows are used up begins its next epoch, so a weight may repeat or leave out part of its
-    text.
+    """`weights` over `datasets` of one kind; `shares` are those really used. An epoch has all their rows; a dataset
+    whose rows are used up begins its next one.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]):
@@ -172,15 +169,13 @@ def _schedule(counts: tuple[int, ...]) -> np.ndarray:
 class Loader:
     """An endless iterator of batches; `position`, its only state: samples consumed by all ranks, that batch included.
 
-    Batch k of rank r is rows position + (k * world + r) * batch_size onward, `batch_size` of them: a pure
-    function, as it is where the size follows from the position, so any number of workers, ranks and restarts
-    reads the same rows. Workers are threads: the work is NumPy's large loops and the tokenizer, which both release
-    Python's lock, and a process would copy each batch once more.
+    Batch k of rank r is rows position + (k * world + r) * batch_size onward: a pure function, as it is where the size
+    follows from the position, so any number of workers, ranks and restarts reads the same rows. Workers are threads:
+    NumPy's large loops and the tokenizer release Python's lock, and a process would copy each batch once more.
 
-    `batch_size`: rows of one rank's batch, or how many they are at a position. `workers` threads keep `ahead`
-    batches each ready; with 0 workers a batch is made when it is asked for.
-    `waited` counts the batches that were not ready when asked for, after the first. Use as a context manager,
-    or call `close`.
+    `batch_size`: rows of one rank's batch, or how many they are at a position. `workers` threads keep `ahead` batches
+    each ready; with 0 a batch is made when it is asked for. `waited` counts the batches that were not ready, after the
+    first. Use as a context manager, or call `close`.
     """
 
     def __init__(
@@ -214,8 +209,7 @@ class Loader:
         if self._pool is None:
             batch = self.dataset.batch(self.position + self.rank * rows, rows)
         else:
-            if self._pending:
-                self.waited += not self._pending[0].done()
+            self.waited += bool(self._pending) and not self._pending[0].done()
             while len(self._pending) <= self._ahead:
                 asked = self._rows(self._asked)
                 start = self._asked + self.rank * asked

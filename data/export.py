@@ -32,10 +32,7 @@ ROWS = 10_000
 
 
 def export_store(path: Path | str, target: Target, out: Path | str, val_fraction: float = 0.0) -> list[Path]:
-    """Write the store `path` in another layout into `out`, whole or not at all; returns the files.
-
-    Raises WrongUse when `out` is taken or the target cannot hold the store's ids.
-    """
+    """Write the store `path` in another layout into `out`, whole or not at all; returns the files. Raises WrongUse."""
     store = TokenStore.open(path)
     check_free(out)
     if val_fraction and target != "nanogpt":

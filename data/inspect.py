@@ -18,10 +18,8 @@ SHOWN_TOKENS = 60
 def inspect_store(
     path: Path | str, samples: int = 3, top: int = 3, tokenizer_path: Path | str | None = None
 ) -> dict[str, Any]:
-    """Facts of a store for people and scripts; reads every index and `MOST_HASHED` documents at most.
-
-    Raises WrongUse and Refused as TokenStore.open does, and WrongUse for a foreign store without
-    `tokenizer_path`.
+    """Facts of a store; reads every index and `MOST_HASHED` documents at most. Raises WrongUse and Refused as
+    TokenStore.open does, and WrongUse for a foreign store without `tokenizer_path`.
     """
     store = TokenStore.open(path)
     file = tokenizer_beside(path)

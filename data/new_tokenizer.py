@@ -1,9 +1,8 @@
-"""New tokenizers: byte-level BPE, WordPiece and characters, trained on a sample of text, or made of a vocabulary that
-others published (GPT-2's, BERT's, a tokenizer.json).
+"""New tokenizers: byte-level BPE, WordPiece and characters, trained on a sample of text, or made of others' vocabulary.
 
-Training is a pure function of the files and the settings: the same tokenizer.json on every run. The library's
-WordPiece trainer is not (ids of continuing characters follow the order of a hash map), so WordPiece is
-trained by its BPE trainer over words whose continuing characters are letters of their own.
+Training is a pure function of the files and the settings. The library's WordPiece trainer is not (ids of continuing
+characters follow the order of a hash map), so WordPiece is trained by its BPE trainer over words whose continuing
+characters are letters of their own.
 """
 
 import re
@@ -45,23 +44,22 @@ def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
 
 
 def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[Tokenizer, list[Path]]:
-    """A GPT-2 vocabulary (encoder.json + vocab.bpe, vocab.json + merges.txt), vocab.txt, or tokenizer.json.
-
-    `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of
-    a BERT vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
+    """A GPT-2 vocabulary (encoder.json + vocab.bpe, vocab.json + merges.txt), vocab.txt, or tokenizer.json, of which
+    `path` is the directory or a file; and the files read. `lowercase` of a BERT vocabulary is seen from its entries
+    when not given. Raises WrongUse and Refused.
     """
     path = Path(path)
-    folder = path if path.is_dir() else path.parent
+    whole = path.is_dir()
+    folder = path if whole else path.parent
     if not path.exists():
         raise WrongUse("no such path", where=path, fix="check the spelling")
     for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         files = [folder / name for name in names]
-        if (path.is_dir() or path in files) and all(file.is_file() for file in files):
+        if (whole or path in files) and all(file.is_file() for file in files):
             return _gpt2(*files), files
-    vocab = path / "vocab.txt" if path.is_dir() else path
+    vocab, file = (path / name if whole else path for name in ("vocab.txt", FILE))
     if vocab.suffix == ".txt" and vocab.is_file():
         return _bert(vocab, lowercase), [vocab]
-    file = path / FILE if path.is_dir() else path
     if file.is_file():
         return Tokenizer.load(file), [file]
     why = "looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json"
@@ -115,10 +113,8 @@ Type = Literal["bpe", "wordpiece", "char"]
 
 
 def train_tokenizer(texts: Iterable[str], kind: Type, vocab_size: int, lowercase: bool = True) -> Tokenizer:
-    """Train on `texts`. The vocabulary has at most `vocab_size` entries, special tokens included.
-
-    Raises Failed when there is no text or the merging would not fit into memory, WrongUse for a vocabulary
-    too small.
+    """Train on `texts`, at most `vocab_size` entries, special tokens included. Raises Failed when there is no text or
+    merging would not fit into memory, WrongUse for a vocabulary too small.
     """
     if kind == "char":
         return _characters(texts, vocab_size)
@@ -189,10 +185,7 @@ def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokeni
 
 
 def _count_words(texts: Iterable[str], lowercase: bool) -> Counter[str]:
-    """Words as BERT's normaliser and splitting at punctuation make them, counted.
-
-    Words between spaces are counted first and taken apart once each: ten times faster on prose.
-    """
+    """Words as BERT makes them, counted; first those between spaces, each taken apart once, ten times faster."""
     normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
     spaced: Counter[str] = Counter()
@@ -301,9 +294,8 @@ def sample(
 ) -> Iterator[str]:
     """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
 
-    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset, a document per
-    file and what has documents longer than the stripes give their beginning, as much as their share. Raises
-    Failed when more than `max_replaced` of the characters are invalid.
+    A file that can be read in ranges gives evenly spaced stripes, any other its beginning. Raises Failed when more than
+    `max_replaced` of the characters are invalid.
     """
     ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
     sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]

@@ -1,9 +1,8 @@
 """Pieces in rows: documents cut, best-fit decreasing over the histogram of lengths, each token's place. And what
 depends on content, computed once per store and kept beside it, hashed: packing and sentence pairs.
 
-Pieces of one length are interchangeable, so rows are built as *patterns* (a tuple of lengths, made so many
-times) and the work depends on the number of distinct lengths, not of pieces (Krell et al. 2021, "Efficient
-sequence packing without cross-contamination"): millions of pieces take milliseconds.
+Pieces of one length are interchangeable, so rows are built as *patterns* (a tuple of lengths, made so many times) in
+time of the number of distinct lengths (Krell et al. 2021, "Efficient sequence packing without cross-contamination").
 """
 
 import contextlib
@@ -21,10 +20,8 @@ from .store import REHASH_BYTES
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of at most `capacity` made of whole pieces: (order, ends), int64, deterministic.
-
-    `lengths` (pieces,) are in 1 .. capacity. Row r holds pieces order[ends[r - 1] : ends[r]], longest first;
-    every piece is in exactly one row.
+    """Rows of at most `capacity` made of whole pieces of `lengths` (pieces,), 1 .. capacity: (order, ends), int64. Row
+    r holds pieces order[ends[r - 1] : ends[r]], longest first.
     """
     lengths = np.asarray(lengths, np.int64)
     by_length = np.argsort(-lengths, kind="stable")
@@ -80,10 +77,7 @@ def lay_out(ends: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents (token `bounds`) into stretches of at most `capacity`: (starts, lengths) int64.
-
-    The last `spare` tokens of a document are in no stretch.
-    """
+    """Documents (token `bounds`) but their last `spare` tokens in stretches of `capacity`: (starts, lengths) int64."""
     sizes = np.maximum(np.diff(bounds) - spare, 0)
     counts = -(-sizes // capacity)
     owner = np.repeat(np.arange(len(sizes)), counts)
@@ -92,9 +86,8 @@ def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[
 
 
 class Placed:
-    """Pieces of `sizes` tokens in rows of `length`, in the order of `owner`, one after another in a row.
-
-    For every token: `within`, its place in its piece; `numbers`, which piece of its row that is.
+    """Pieces of `sizes` tokens in rows of `length`, in the order of `owner`, one after another in a row; for every
+    token its place `within` its piece, and by `numbers` which piece of its row that is.
     """
 
     def __init__(self, sizes: np.ndarray, owner: np.ndarray, count: int, length: int):
@@ -122,9 +115,8 @@ def computed_once(
     """The arrays made by joining `parts` (a tuple per shard, consumed only when nothing usable is kept).
 
     Kept under `cache`, or only in memory when it is None or cannot be written (said once): an artifact, named by a hash
-    of `identity`, JSON of everything that its arrays depend on, with a raw file for each array, mapped when read. Any
-    number of processes may compute an entry at once: each writes aside, and exchanges the same bytes. A damaged entry
-    is computed again.
+    of `identity`, all that its arrays depend on, with a raw file for each array, mapped when read. Processes that
+    compute it at once each write aside and exchange the same bytes; a damaged one is computed again.
     """
     if cache is None:
         return _joined(dtypes, parts)

@@ -34,16 +34,13 @@ class Record:
 
 
 def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
-    """The files of the first pattern that matches anything below the root, sorted. Empty if none.
-
-    Raises WrongUse for what cannot be a pattern below a directory, such as an absolute path.
+    """The files of the first pattern that matches anything below the root, sorted, without compressed copies of files
+    beside them. Raises WrongUse for what cannot be a pattern below a directory, such as an absolute path.
     """
     for pattern in patterns:
         if found := [path for path in _matching(pattern, root) if _format(path) in FORMATS]:
-            # without a compressed copy that lies beside its plain file
-            return [
-                path for path in found if path.suffix not in COMPRESSION or path.with_suffix("") not in found
-            ]
+            copies = [path for path in found if path.suffix in COMPRESSION and path.with_suffix("") in found]
+            return [path for path in found if path not in copies]
     return []
 
 
@@ -72,12 +69,11 @@ def read_records(
     pages: bool = False,
     tabs: bool = False,
 ) -> list[Record]:
-    """The records of several files in order, at most `limit`.
+    """The records of several files in order, at most `limit`. Raises WrongUse for a format that is not known and Failed
+    for a damaged file, naming file and line.
 
-    A .txt file is cut into records of `lines` each, WikiText `pages` or the rows of a table (`tabs`); else it is
-    one. With `pages` the lines of WikiText as records of their own are put together to the same pages.
-
-    Raises WrongUse for a format that is not known and Failed for a damaged file, naming file and line.
+    A .txt file is cut into records of `lines` each, WikiText `pages` or the rows of a table (`tabs`); else it is one.
+    With `pages` the lines of WikiText as records of their own become the same pages.
     """
 
     def text(file: TextIO, path: Path) -> Iterator[Record]:
@@ -122,8 +118,7 @@ def _open(path: Path) -> TextIO:
 def _unpacked(path: Path) -> io.BytesIO:
     """A compressed file, unpacked in memory."""
     if path.suffix == ".xz":
-        with lzma.open(path, "rb") as file:
-            return io.BytesIO(file.read())
+        return io.BytesIO(lzma.decompress(path.read_bytes()))
     with open_blocks(str(path), path.suffix[1:], 0, lambda _: None) as blocks:
         return io.BytesIO(b"".join(blocks))
 
@@ -179,9 +174,8 @@ _TITLE = re.compile("= (?!=).*(?<!=) =")  # one sign on each side: two and more 
 
 
 def _pages(file: TextIO, path: Path) -> Iterator[Record]:
-    """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks
-    like a top-level title (" = Title = "), two lines of prose in the test split among them. Blank lines alone
-    are no article.
+    """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks like a
+    top-level title (" = Title = "), two lines of prose in the test split among them.
     """
     lines = file.read().replace("\r\n", "\n").split("\n")
     starts = [number for number, line in enumerate(lines) if _TITLE.fullmatch(line.strip())]
@@ -192,9 +186,7 @@ def _pages(file: TextIO, path: Path) -> Iterator[Record]:
 
 
 def _articles(records: Iterator[Record]) -> Iterator[Record]:
-    """The hub's other form of WikiText, a line a record, as the articles of `_pages`; records before a title
-    as they are.
-    """
+    """The hub's other form of WikiText, a line a record, as the articles of `_pages`; before a title as they are."""
     lines: list[str] = []
     where = ""
     for record in records:
@@ -212,9 +204,7 @@ def _articles(records: Iterator[Record]) -> Iterator[Record]:
 
 
 def whole_line(text: str) -> str:
-    """The text with its line end. An empty one is a blank line of WikiText, whose blank (a word to
-    Megatron-LM) the hub drops.
-    """
+    """The text with its line end; an empty one is WikiText's blank line, whose blank (to Megatron-LM a word) went."""
     return text if text.endswith("\n") else f"{text}\n" if text else " \n"
 
 

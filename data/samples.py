@@ -1,11 +1,10 @@
 """GPT rows, and `open_dataset`: from token stores and plain options to a dataset.
 
-A dataset is a pure function of (seed, epoch, row): `batch(position, count)` gives rows position .. position +
-count of the endless sequence of epochs, the same for any batch size, rank count or restart. Batches are dicts
-of numpy arrays whose keys docs/architecture.md lists.
+A dataset is a pure function of (seed, epoch, row): `batch(position, count)` gives rows position .. position + count of
+the endless sequence of epochs, whatever the batch size, ranks or restarts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +22,13 @@ PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
 class GPTWindows:
     """Window i covers tokens [i*S, i*S + S + 1): S inputs, and the same shifted by one as targets.
 
-    With `random_offsets` the windows of epoch e begin at a phase drawn from [0, S) for (seed, e), so that
-    epochs cut the text differently; an epoch then has one row less and leaves out up to S tokens at either
-    end. With `separate_documents` the batch says where documents begin, and no target lies in another
-    document than its input.
+    With `random_offsets` the windows of epoch e begin at a phase drawn from [0, S) for (seed, e); an epoch then has one
+    row less and leaves out up to S tokens at either end. With `separate_documents` the batch says where documents
+    begin, and no target lies in another document than its input.
     """
 
-    def __init__(self, store: TokenStore, options: DatasetOptions):
-        self.store, self.options = store, options
+    def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
+        self.store, self.options = store, options  # nothing to keep in a cache
         length = options.sequence_length
         self.rows = store.tokens // length - 1 if options.random_offsets else (store.tokens - 1) // length
         if self.rows < 1:
@@ -69,10 +67,8 @@ def _document_begins(store: TokenStore, starts: np.ndarray, length: int) -> np.n
 
 
 class GPTPacked:
-    """Documents cut into pieces of at most S inputs, packed best-fit into rows of S, shard by shard.
-
-    A document of n tokens gives n - 1 inputs, each with the next token of the same document as its target; a
-    document of one token gives none. The room left in a row is padding (document_ids -1, no target).
+    """Documents cut into pieces of at most S inputs, packed best-fit into rows of S, shard by shard. A document of n
+    tokens gives n - 1 inputs. The room left in a row is padding (document_ids -1, no target).
     """
 
     def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
@@ -115,23 +111,15 @@ def open_dataset(
     weights: Sequence[float] | None = None,
     cache: str | Path | None = None,
 ) -> Dataset:
-    """The dataset of one store, or the mixture of several by `weights` (by their rows when None).
-
-    `cache` is a directory for what has to be computed once per store (packing, sentence pairs); without one
-    it is kept in memory. Raises WrongUse when the options contradict each other or the store holds less than
-    one row.
+    """The dataset of one store, or the mixture of several by `weights` (by their rows when None). What is computed once
+    per store (packing, sentence pairs) is kept in the directory `cache`, without one in memory. Raises WrongUse when
+    the options contradict each other or the store holds less than one row.
     """
     options.validate()
-    stores = [stores] if isinstance(stores, TokenStore) else list(stores)
-    datasets = [_one(store, options, None if cache is None else Path(cache)) for store in stores]
+    make: Callable[..., Dataset] = GPTPacked if options.packing == "best_fit" else GPTWindows
+    make = BERTPairs if options.family == "bert" else make
+    stores = [stores] if isinstance(stores, TokenStore) else stores
+    datasets = [make(store, options, None if cache is None else Path(cache)) for store in stores]
     if len(datasets) == 1:
         return datasets[0]
     return Mixture(datasets, weights or [dataset.rows for dataset in datasets])
-
-
-def _one(store: TokenStore, options: DatasetOptions, cache: Path | None) -> Dataset:
-    if options.family == "bert":
-        return BERTPairs(store, options, cache)
-    if options.packing == "best_fit":
-        return GPTPacked(store, options, cache)
-    return GPTWindows(store, options)

@@ -47,8 +47,8 @@ def write_index_in_blocks(
     documents: Callable[[], Iterable[np.ndarray]],
     dtype: np.dtype | str,
 ) -> None:
-    """Write one `.idx` in the memory of a block: `counts` (sequences, documents), `lengths` blocks of int32
-    tokens a sequence, `documents` blocks of int64 sequences a document. Each is asked for as often as needed.
+    """Write one `.idx` in the memory of a block: `counts` (sequences, documents), `lengths` blocks of int32 tokens a
+    sequence, asked for twice, `documents` blocks of int64 sequences a document.
     """
     name = np.dtype(dtype).name
     code = next(code for code, known in CODES.items() if known == name)
@@ -75,8 +75,7 @@ def _map(path: Path, which: tuple[int, int]) -> mmap.mmap:
     """`which` tells a file from another that has its name since."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mapped, "madvise"):
-        mapped.madvise(mmap.MADV_RANDOM)
+    mapped.madvise(mmap.MADV_RANDOM)
     return mapped
 
 

@@ -1,7 +1,4 @@
-"""Token stores: Megatron-LM's `.bin` + `.idx` shards read as one long stream.
-
-A store is any number of shards (data/shard.py) in name order. Nothing is read up front but their headers.
-"""
+"""Token stores: Megatron-LM's `.bin` + `.idx` shards (data/shard.py), any number in name order, as one long stream."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -66,10 +63,8 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a store artifact, or adopt a Megatron prefix or directory (facts["foreign"] is then True).
-
-        Raises WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES)
-        changed.
+        """Open a store artifact, or adopt a Megatron prefix or directory (facts["foreign"] is then True). Raises
+        WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES) changed.
         """
         path = Path(path)
         manifest = path / "manifest.json"
@@ -235,11 +230,8 @@ class TokenStore:
         return self.sequence_starts[self.document_bounds]
 
     def view(self, start_fraction: float, stop_fraction: float) -> "TokenStore":
-        """The part between two fractions of the stream.
-
-        A cut falls on the nearest document boundary; when that is an end of the store (one document), on the
-        nearest boundary of sequences; when that is an end too, on the token. Views over adjoining fractions
-        share no token.
+        """The part between two fractions of the stream; adjoining ones share no token. A cut falls on the nearest
+        boundary of documents; when that is an end of the store, of sequences; when that is an end too, on the token.
         """
         if not 0 <= start_fraction < stop_fraction <= 1:
             why = f"{start_fraction} to {stop_fraction} is not within 0 to 1"

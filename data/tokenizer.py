@@ -42,6 +42,8 @@ BATCH_BYTES = 1 << 20  # of text per call of the library: its encodings take abo
 class Tokenizer:
     """A tokenizer and the ids of its special roles. `text` is the content of a tokenizer.json."""
 
+    name = "tokenizers"  # as a backend: the library itself
+
     def __init__(self, text: str, special: dict[str, int] | None = None, where: str = FILE):
         import tokenizers
 

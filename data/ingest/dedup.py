@@ -1,12 +1,10 @@
 """Duplicate documents out of text: exact by a 128-bit hash, near by MinHash; the first of a kind is kept.
 
-Three passes with flat memory. Hashes go to 256 buckets on disk; each bucket is sorted alone; then the text is
-read again and the records that stay are written with all their fields as .jsonl.zst, one file per input. Memory
-grows only with the number of duplicates found.
+Three passes: hashes go to 256 buckets on disk; each bucket is sorted alone; then the text is read again and the records
+that stay are written with all their fields as .jsonl.zst, one file per input. Memory grows with the duplicates alone.
 
-Near duplicates: 14 bands of 8 minimum hashes over word 5-grams, the setting of datatrove; two documents that
-share half of their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with
-0.9996.
+Near duplicates: 14 bands of 8 minimum hashes over word 5-grams, the setting of datatrove; two documents that share half
+of their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with 0.9996.
 """
 
 import base64
@@ -50,10 +48,8 @@ def dedup(
     dry_run: bool = False,
     max_replaced: float = MAX_REPLACED,
 ) -> dict[str, Any]:
-    """Remove duplicate documents of `inputs`; returns counts. With `dry_run` nothing is written.
-
-    Documents are equal when they differ in white space alone. Raises WrongUse for a taken `out`, Failed for
-    bad input and for more than `max_replaced` of invalid characters.
+    """Remove documents of `inputs` that differ from others in white space alone; returns counts. With `dry_run` nothing
+    is written. Raises WrongUse for a taken `out`, Failed for bad input and over `max_replaced` invalid characters.
     """
     sources = expand_inputs(inputs)
     options = replace(options, piece_bytes=None)
@@ -73,8 +69,9 @@ def dedup(
         rows = []
         for source, first, stop in zip(sources, firsts, firsts[1:]):
             found = [int(((part >= first) & (part < stop)).sum()) for part in (exact, near_only)]
-            counted = {"documents": stop - first, "exact": found[0], "near": found[1]}
-            rows.append({"source": source.path, **counted})
+            rows.append(
+                {"source": source.path, "documents": stop - first, "exact": found[0], "near": found[1]}
+            )
         if not firsts[-1]:
             raise Failed("no text in the input", where=sources[0].path, fix="name inputs that hold text")
         if not dry_run:
@@ -154,10 +151,7 @@ class _Buckets:
     def __init__(self, scratch: Path, kind: str):
         folder = scratch / kind
         folder.mkdir()
-        self._files: list[BinaryIO] = [
-            open(folder / f"{i:03d}", "wb", buffering=1 << 16)  # noqa: SIM115
-            for i in range(BUCKETS)
-        ]
+        self._files: list[BinaryIO] = [(folder / f"{i:03d}").open("wb", 1 << 16) for i in range(BUCKETS)]
 
     def write(self, records: np.ndarray) -> None:
         owners = (records["high"] % BUCKETS).astype(np.int64)

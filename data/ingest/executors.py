@@ -1,8 +1,7 @@
 """Who runs the tasks: this process, local processes, elements of a job array, or Ray. The result is the same.
 
-Workers are spawned, never forked (tokenizer libraries deadlock after a fork), each single-threaded, each with
-its own pipe. A worker that dies is replaced and its task tried once more; a worker whose parent has died ends
-at its next message.
+Workers are spawned, never forked (tokenizer libraries deadlock after a fork), each single-threaded, with its own pipe.
+One that dies is replaced and its task tried once more; one whose parent has died ends at its next message.
 """
 
 import multiprocessing

@@ -1,6 +1,4 @@
-"""Files as blocks of bytes: opened at an offset, decompressed, damage named, cut at separators. And text columns:
-parquet files by row group, and Hugging Face datasets, streamed.
-"""
+"""Files as blocks of bytes, decompressed and cut at separators; text columns of parquet files and of datasets."""
 
 import bz2
 import gzip
@@ -25,10 +23,8 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")  # greedy: one match takes the w
 def open_blocks(
     path: str, compression: str, offset: int, on_bytes: Callable[[int], None]
 ) -> Iterator[Iterator[bytes]]:
-    """The (decompressed) content of a file from `offset` on, in blocks of about BLOCK_BYTES.
-
-    `on_bytes` is told how many bytes of the file each block took. Raises Failed when the file cannot be
-    opened or its compressed data are cut short or damaged.
+    """The (decompressed) content of a file from `offset` on, in blocks of about BLOCK_BYTES; `on_bytes` is told what
+    each took of the file. Raises Failed when it cannot be opened or its compressed data are cut short or damaged.
     """
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the with below
@@ -72,9 +68,8 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
 
 
 def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
-    """Zstandard frames. Unlike zstandard's stream reader this notices a frame that is cut short.
-
-    Input goes in 4 KiB at a time: data compressed 32,000 : 1 then expand to 128 MiB at once and not more.
+    """Zstandard frames; one cut short is noticed, as zstandard's stream reader does not. Input goes in 4 KiB at a time:
+    data compressed 32,000 : 1 expand to 128 MiB at once and not more.
     """
     import zstandard
 
@@ -101,10 +96,9 @@ def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
 def between(
     blocks: Iterable[bytes], start: int, stop: int | None, separator: re.Pattern[bytes]
 ) -> Iterator[bytes]:
-    """The part of a file from the end of the first separator at or after `start - 1` to that for `stop - 1`.
-
-    `blocks` begin at max(start - 1, 0); start 0 is the beginning of the file, stop None its end. Where one
-    range stops the next one starts by the same rule, so ranges that touch share nothing and lose nothing.
+    """The part of a file from the end of the first separator at or after `start - 1` to that for `stop - 1`, so that
+    ranges that touch share nothing and lose nothing. `blocks` begin at max(start - 1, 0); start 0 is the beginning of
+    the file, stop None its end.
     """
     position, seeking = max(start - 1, 0), start > 0
     held: list[bytes] = []  # a run of white space is judged when its end is known
@@ -142,9 +136,7 @@ TARGET_BYTES = 4 << 20  # of text per batch of rows
 def parquet_rows(
     path: str, start: int, stop: int | None, column: str, on_bytes: Callable[[int], None], whole: bool = False
 ) -> Iterator[list[Any]]:
-    """Rows of the row groups whose first byte lies in [start, stop), in lists: dicts with bytes or None in `column`,
-    and with all other columns when `whole`.
-    """
+    """Rows of the row groups that begin in bytes [start, stop): dicts of `column` (bytes or None), or `whole`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -158,8 +150,7 @@ def parquet_rows(
             kept = kind.value_type if pa.types.is_dictionary(kind) else kind
             texts = (pa.string(), pa.large_string(), pa.string_view())
             if kept not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
-                fix = "name another with --field"
-                why = f"its type is {kind}"
+                why, fix = f"its type is {kind}", "name another with --field"
                 raise WrongUse(f"column {column!r} holds no text", where=path, why=why, fix=fix)
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
@@ -197,9 +188,7 @@ def _hub_name(name: str) -> tuple[str, str, str]:
 
 
 def pinned(name: str) -> str:
-    """A dataset of the hub at the commit that it is at now, or at the revision that its name has: what is read over
-    days is one version. Raises Failed when it cannot be found.
-    """
+    """A dataset of the hub at its commit of now, if its name has none, for days of reading. Raises Failed."""
     repository, revision, config = _hub_name(name)
     if revision or Path(repository).exists():
         return name
@@ -271,9 +260,8 @@ def dataset_rows(
     whole: bool = False,
     part: tuple[int, int, int] | None = None,
 ) -> Iterator[list[Any]]:
-    """Rows as `parquet_rows` has them, of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed.
-
-    `part` (start, stop, of) reads that share: rows of a saved dataset in proportion, files of a streamed one.
+    """Rows as `parquet_rows` has them, of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed; of the
+    share `part` (start, stop, of): rows of a saved dataset in proportion, files of a streamed one.
     """
     with _readable(name):
         rows = _open_dataset(name, split)

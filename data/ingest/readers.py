@@ -1,9 +1,8 @@
 """Readers: any byte range of any supported file as batches of documents, in bounded memory.
 
-Ranges that cover a file yield each document once and in order wherever the cuts fall. Plain .txt (a document
-per line or per block) and .jsonl files are read in any range, .parquet by row groups, a saved dataset by rows,
-a streamed one by its files; a compressed file and a document per file are read whole. What happens to dirty
-text is stated in text.py.
+Ranges that cover a file yield each document once and in order. Plain .txt (a document per line or per block) and .jsonl
+files are read in any range, .parquet by row groups, a saved dataset by rows, a streamed one by its files; a compressed
+file and a document per file are read whole. What happens to dirty text is stated in text.py.
 """
 
 import codecs
@@ -65,10 +64,8 @@ def read(
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[DocumentBatch]:
-    """The documents of bytes (of a streamed dataset: parts) [start, stop) of `source`, cleaned and counted.
-
-    `on_bytes` is told how many bytes of the file were taken since the last call. Raises Failed for a file
-    that is cut short, damaged or not text, and for a record without the field.
+    """The documents of bytes (of a streamed dataset: parts) [start, stop) of `source`, cleaned and counted; `on_bytes`
+    is told the bytes taken. Raises Failed for a file that is cut, damaged or not text, for a record without the field.
     """
     if source.format != "txt":
         for records in _records(source, start, stop, options, counts, on_bytes):
@@ -90,10 +87,7 @@ def read_records(
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """The documents of a whole source in the order of `read`, each with all its fields.
-
-    The text is cleaned and stands under its own name ("text" of a .txt file). Raises Failed as `read` does.
-    """
+    """The documents of a whole source as `read` has them, with all fields, the text cleaned ("text" of a .txt)."""
     if source.format == "txt":
         for batch in read(source, 0, None, options, counts, on_bytes):
             yield [{"text": text} for text in batch.texts]
@@ -260,15 +254,12 @@ def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
 
 
 def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | None:
-    """Offset of the first document longer than `limit` bytes in `raw` (whole documents), or None.
-
-    Hops from newline to newline `limit` apart, so that text without long documents costs nothing.
-    """
-    if len(raw) <= limit:
-        return None
+    """Offset of the first document longer than `limit` bytes in `raw` (whole documents), or None."""
     plain = b"\n" if separator is LINE_END else b"\n\n"
     place = 0
-    while len(raw) - place > limit:
+    while (
+        len(raw) - place > limit
+    ):  # in hops from newline to newline: text without long documents costs nothing
         hop = raw.rfind(plain, place, place + limit)
         if hop < 0:
             break

@@ -1,7 +1,7 @@
 """The plan of a tokenisation: which bytes of which file make which shard, computed from file sizes alone.
 
-Document order is the plan's: sources in the order given, bytes in the order of the file. It does not depend
-on the shard size, on who runs a task or when. A plan of 10 TB takes a second and a few megabytes.
+Documents are in the order of the sources given and of their bytes, whatever the shard size or who runs a task. A plan
+of 10 TB takes a second and a few megabytes.
 """
 
 import json
@@ -111,10 +111,8 @@ def default_shard_bytes(total: int) -> int:
 
 
 def write_plan(work: Path, plan: TaskPlan) -> None:
-    """Put the plan into the work directory, or check that the one there is the same.
-
-    Raises Refused naming what differs (a re-run continues only with the same inputs, tokenizer and settings),
-    Failed when it cannot be written.
+    """Put the plan into the work directory. Raises Refused naming what differs from the one there, with which alone a
+    run is continued, Failed when it cannot be written.
     """
     file = work / PLAN
     if not file.exists():
@@ -126,8 +124,7 @@ def write_plan(work: Path, plan: TaskPlan) -> None:
             with suppress(OSError):
                 work.rmdir()
             raise
-    differs = differences(read_json(file), json.loads(json.dumps(asdict(plan))))
-    if differs:
+    if differs := differences(read_json(file), json.loads(json.dumps(asdict(plan)))):
         what = "an unfinished tokenisation with other inputs or settings is here"
         fix = "repeat the first command to continue it, pass --overwrite to start again, or choose another --out"
         raise Refused(what, where=work, why="; ".join(differs), fix=fix)

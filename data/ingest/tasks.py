@@ -1,8 +1,7 @@
 """One task: its documents to one shard. Any process on any machine may run any task any number of times.
 
-Files are written under temporary names and renamed; `NNNNN.json`, renamed last, is the commit record. A task
-whose record is there is skipped. Killed at any point it leaves temporary files that the end of the
-tokenisation removes with the directory.
+Files are written under temporary names and renamed; `NNNNN.json`, renamed last, is the commit record. A task whose
+record is there is skipped; what a killed one leaves goes with the directory.
 """
 
 import hashlib
@@ -179,10 +178,8 @@ def run_task(
         writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
         try:
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
-            read = (
-                read_unchanged(plan.sources[span.source], span.start, span.stop, plan.options, counts, tell)
-                for span in task.spans
-            )
+            how = plan.options, counts, tell
+            read = (read_unchanged(plan.sources[at.source], at.start, at.stop, *how) for at in task.spans)
             for batch in chain.from_iterable(read):
                 size["characters"] += sum(map(len, batch.texts))
                 size["text_bytes"] += utf8_bytes(batch.texts)

@@ -43,10 +43,7 @@ _MAGIC = {
 
 
 def clean(raw: bytes, counts: Counter[str], unwrap: bool = False, going: bool = False) -> str:
-    """Decode a stretch of UTF-8 by the policy above; with `going` a document that was cut goes on in it.
-
-    Clean ASCII passes at several GB/s: two scans and a copy.
-    """
+    """Decode a stretch of UTF-8 by the policy above; with `going` a document that was cut goes on in it."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -112,11 +109,8 @@ def check_replaced(replaced: int, characters: int, limit: float, where: str) -> 
 
 
 def cut_place(window: bytes) -> tuple[int, bool]:
-    """(offset to cut a long document at, whether tokens can differ); `window`: its next PIECE_BYTES bytes.
-
-    The cut falls before the last space or newline that follows a character other than white space. There
-    every pre-tokenizer that splits at white space begins a new token, so the pieces' tokens are those of the
-    whole.
+    """(offset to cut a long document at, whether tokens can differ); `window`: its next PIECE_BYTES bytes. The cut
+    falls before the last white space after a character, where every pre-tokenizer that splits there begins a token.
     """
     place = space = newline = len(window)
     while True:
@@ -154,9 +148,8 @@ _LONGEST_ABBREVIATION = 12
 def split_sentences(text: str) -> list[str]:
     """The sentences of `text`, stripped. Joined by spaces they hold every character but white space.
 
-    A sentence ends after . ! ? … (closing quotes and brackets included) before white space and what can begin a
-    sentence, after the full stops of scripts without spaces, and at a blank line. Known abbreviations, initials
-    and ellipses do not end one. Pairs need boundaries, not grammar; a regular expression needs no download.
+    One ends after . ! ? … (closing quotes and brackets included) before white space and what can begin another, after
+    the full stops of scripts without spaces, and at a blank line; not after known abbreviations, initials, ellipses.
     """
     sentences = []
     start = 0

@@ -1,8 +1,7 @@
 """The stage: text to a token store. Work is kept in `OUT.partial` until the store is whole, then renamed.
 
-A run that was stopped, killed or filled the disk continues with the same command: committed shards are
-skipped. Any number of processes may work on one plan at a time (a job array); the one that commits the last
-shard completes the store: judges the whole, writes the manifest, renames it to its place.
+The same command continues a run that was stopped, killed or filled the disk: committed shards are skipped. Any number
+of processes may work on one plan at a time (a job array); the one that commits the last shard completes the store.
 """
 
 import fcntl
@@ -17,16 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.artifact import (
-    Draft,
-    Input,
-    Manifest,
-    check_free,
-    input_record,
-    is_artifact,
-    read_manifest,
-    seal,
-)
+from ...core import artifact
+from ...core.artifact import Draft, Input, Manifest, check_free, input_record, read_manifest, seal
 from ...core.console import amount, progress, say, warn
 from ...core.errors import Failed, Stopped, ThroughlineError, WrongUse
 from ...core.files import full_disk, sha256_json, swap_in, write_atomic
@@ -69,11 +60,9 @@ def tokenize(
     work: Work = Work(),
     overwrite: bool = False,
 ) -> Manifest | None:
-    """Tokenise `inputs` into the store `out`; returns its manifest, None while a job array has work left.
-
-    `append_eos` None appends the tokenizer's end-of-text token to every document when it has one and
-    `sentences` is off. Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on
-    SIGTERM.
+    """Tokenise `inputs` into the store `out`; returns its manifest, None while a job array has work left. `append_eos`
+    None: where the tokenizer has an end-of-text token and `sentences` is off. Raises WrongUse, Failed and Refused for
+    the user's and the input's faults, Stopped on SIGTERM.
     """
     out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     if overwrite and work.share is not None:
@@ -184,11 +173,10 @@ def _checked_backend(plan: TaskPlan, task: Task, tokenizer: Tokenizer, name: str
 
 
 def _completed(out: Path, plan: TaskPlan, folder: Path) -> Manifest | None:
-    """The manifest of `out` when it is this plan's store, whoever made it; what is left of work goes.
-
-    It is, with these settings, of these files or of files with this content, wherever they were then.
+    """The manifest of `out` when it is this plan's store, of these files or of others with this content; what is left
+    of work goes.
     """
-    if not is_artifact(out):
+    if not artifact.is_artifact(out):
         return None
     manifest = read_manifest(out)
     made = manifest.facts.get("made", {})
@@ -248,9 +236,8 @@ def finalize(
     tokenizer_path: Path | str,
     max_replaced: float,
 ) -> None:
-    """Make the committed shards in `folder` the artifact `out`, and remove `folder`.
-
-    Raises Failed for a corpus without text or with too many invalid characters, and for a shard that has gone.
+    """Make the committed shards in `folder` the artifact `out`, and remove `folder`. Raises Failed for a corpus without
+    text or with too many invalid characters, and for a shard that has gone.
     """
     records = [record for task in tasks if (record := read_record(folder, task.index)) is not None]
     facts = facts_of(plan, records, tokenizer)
@@ -283,10 +270,8 @@ def finalize(
 
 
 def facts_of(plan: TaskPlan, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The facts of a store's manifest, from the records of its tasks.
-
-    Facts under `made` are no part of the store's hash: the same text at another place, tokenised by another
-    encoder or more workers, is the same store.
+    """The facts of a store's manifest, from the records of its tasks. Those under `made` are no part of its hash: the
+    same text at another place, tokenised by another encoder or more workers, is the same store.
     """
     measures = ("tokens", "documents", "sequences", "text_bytes")
     return {

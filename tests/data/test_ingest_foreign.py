@@ -14,7 +14,6 @@ import pytest
 from throughline.core.artifact import chain
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.core.files import write_atomic
-from throughline.data import backends
 from throughline.data.backends import BACKENDS, open_backend
 from throughline.data.ingest import executors
 from throughline.data.ingest.inputs import expand_inputs
@@ -74,7 +73,7 @@ def test_a_task_on_another_node_appends_it_too_and_checks_its_backend(
     tokens = np.fromfile(tmp_path / "work" / "store" / "00000.bin", np.uint16)
     assert (tokens == Tokenizer.load(place / "model").eos_id).sum() == len(TEXTS)
 
-    class Other(backends.Reference):
+    class Other:
         name = "other"
 
         def __init__(self, tokenizer: Tokenizer):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from throughline.core.artifact import chain
 from throughline.core.errors import Failed, Refused, WrongUse
-from throughline.data.backends import Reference
 from throughline.data.ingest import dedup as dedup_module
 from throughline.data.ingest import readers
 from throughline.data.ingest import task_plan as plan_module
@@ -69,7 +68,7 @@ def test_progress_counts_every_byte_once(place: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     for task in plan.tasks():
         told: list[int] = []
-        run_task(tmp_path, plan, task, tokenizer, Reference(tokenizer), told.append)
+        run_task(tmp_path, plan, task, tokenizer, tokenizer, told.append)
         assert sum(told) == task.bytes and min(told) >= 0
 
 
@@ -150,7 +149,7 @@ def test_a_store_is_replaced_on_a_disk_without_links(
 def test_a_sentence_without_end_takes_no_more_memory_than_a_piece(place: Path) -> None:
     """It is ended where a piece ends; no word of it is lost."""
     tokenizer = Tokenizer.load(place / "wp")
-    encode = Encoder(tokenizer, Reference(tokenizer), append_eos=False, sentences=True)
+    encode = Encoder(tokenizer, tokenizer, append_eos=False, sentences=True)
     piece, found = " word" * (PIECE_BYTES // 10), []
     for number in range(7):
         ids, lengths, documents = encode(DocumentBatch([piece], continues=number < 6))

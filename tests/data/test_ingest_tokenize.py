@@ -10,7 +10,6 @@ import pytest
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Failed, Refused, ThroughlineError
 from throughline.data import backends
-from throughline.data.backends import Reference
 from throughline.data.ingest.readers import DocumentBatch, ReadOptions
 from throughline.data.ingest.tasks import Encoder
 from throughline.data.ingest.text import split_sentences
@@ -144,7 +143,7 @@ def test_empty_documents_and_open_documents(stage: Any) -> None:
     """Documents without tokens get no EOS; a document that goes on over batches is one document."""
     tokenizer = Tokenizer.load(stage.place / "wp")
     tokenizer.eos_id = 3
-    encode = Encoder(tokenizer, Reference(tokenizer), append_eos=True, sentences=False)
+    encode = Encoder(tokenizer, tokenizer, append_eos=True, sentences=False)
     ids, lengths, documents = encode(DocumentBatch(["\u200b", "a"], continues=True))
     assert len(lengths) == 0 and len(documents) == 0 and 3 not in ids
     ids, lengths, documents = encode(DocumentBatch(["", "\u200b", "a"]))
@@ -190,7 +189,7 @@ def test_a_backend_that_goes_astray_at_work_is_noticed(
     with pytest.raises(Failed):
         for _ in range(3):
             encode(DocumentBatch([bad]))
-    plain = Encoder(tokenizer, Reference(tokenizer), append_eos=False, sentences=False)
+    plain = Encoder(tokenizer, tokenizer, append_eos=False, sentences=False)
     assert len(plain(DocumentBatch([bad]))[0]) > 0
 
 

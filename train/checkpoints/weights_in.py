@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...core.artifact import MANIFEST, is_artifact, verify_artifact
 from ...core.errors import Failed, Refused, WrongUse
 from ...core.files import leaves
-from ...data.backends import Reference, difference
+from ...data.backends import difference
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
 from ...models.config import BERTConfig, GPTConfig, ModelConfig, family_of
@@ -93,7 +93,7 @@ def check_tokens(tokens: Tokenizer, weights: Path | None, where: str) -> None:
     theirs = None if weights is None else Tokenizer.load(weights)
     if theirs is None or theirs.fingerprint() == tokens.fingerprint():
         return
-    if why := difference(Reference(theirs), tokens):
+    if why := difference(theirs, tokens):
         why = why.replace("the reference", "the tokens to train on")
         fix = f"tokenise the text again with --tokenizer {where}"
         raise Refused("the weights were trained with another tokenizer", where=weights, why=why, fix=fix)
