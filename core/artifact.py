@@ -1,9 +1,8 @@
 """Artifacts: what one stage hands to the next is a directory with a `manifest.json`.
 
-The manifest names the kind (tokenizer, tokens, checkpoint, run, model, calibration, scores, batch, onnx, gguf,
-engine, plan, cache or bench), the command, the inputs with their hashes (so a model can be traced back to its
-text), every file with its size and sha256, and facts. A directory is written under a temporary name, hashed,
-flushed and renamed; it is never changed in place, and a reader that finds no manifest refuses it.
+The manifest names the kind (tokenizer, tokens, checkpoint, run, model, calibration, scores, batch, onnx, gguf, engine,
+plan, cache or bench), the command, the inputs with their hashes (back to the text), every file with size and sha256,
+and facts. A directory is written under a temporary name, hashed, flushed and renamed, and never changed in place.
 """
 
 import json
@@ -62,9 +61,7 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Identity of the content: kind, files and facts; not the time, the command or the place, nor the facts
-        under `made`, which say how it was made (by which encoder, from which plan).
-        """
+        """Identity of the content: kind, files and facts but those under `made` (by which encoder, from which plan)."""
         facts = {key: value for key, value in self.facts.items() if key != "made"}
         files = [asdict(file) for file in self.files]
         return sha256_json({"kind": self.kind, "files": files, "facts": facts})
@@ -72,9 +69,7 @@ class Manifest:
 
 @dataclass
 class Draft:
-    """An artifact being written: put files into `path` and facts into `facts`. `known` has the sha256 of files that
-    were hashed and flushed when they were written.
-    """
+    """An artifact being written, files in `path`; `known` has the sha256 of those that were hashed and flushed then."""
 
     path: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -106,9 +101,7 @@ def create_artifact(
 def seal(
     draft: Draft, kind: str, recipe_hash: str | None = None, *, leave_out: Sequence[str] = ()
 ) -> Manifest:
-    """Hash and flush every file of the draft, those in OPEN or called `leave_out` excepted, and write its manifest
-    last.
-    """
+    """Hash and flush every file of the draft, those in OPEN or called `leave_out` excepted, and write its manifest."""
     directory, known, records = draft.path, draft.known, []
     for file in walk_files(directory):
         name = file.relative_to(directory).as_posix()
@@ -138,9 +131,7 @@ def seal(
 
 
 def check_free(path: Path | str, overwrite: bool | None = None) -> None:
-    """Refuse an output path that is taken, before the work, so that hours are not lost. `overwrite` is None where there
-    is no --overwrite.
-    """
+    """Refuse an output path that is taken, before hours of work. `overwrite` is None where there is no --overwrite."""
     path = Path(path)
     if path.is_dir() and ((here := path.samefile(".")) or os.path.ismount(path)):
         why = f"it is {'the current directory' if here else 'a mount point'}, and an output is renamed into its place"
@@ -225,8 +216,8 @@ def _parse(file: Path) -> Manifest:
 def verify_artifact(
     path: Path | str, *, sizes_only: bool = False, read_back: Collection[str] = ()
 ) -> Manifest:
-    """Check every file against the manifest; of those in `read_back`, which somebody has just compared with their
-    hash, the size. Raises Refused naming the first file that is missing, cut or changed.
+    """Check every file against the manifest, of those in `read_back`, just compared with their hash, the size. Raises
+    Refused naming the first file that is missing, cut or changed.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -251,8 +242,7 @@ def verify_artifact(
 
 def input_record(path: Path | str) -> Input:
     """The record by which an artifact names what it was made from: ours by manifest, foreign by bytes."""
-    path = Path(path)
-    kind = "foreign"
+    path, kind = Path(path), "foreign"
     if is_artifact(path):
         manifest = read_manifest(path)
         kind, digest = manifest.kind, manifest.hash
@@ -266,9 +256,8 @@ def input_record(path: Path | str) -> Input:
 
 
 def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:
-    """The provenance of an artifact: (depth, input, still the same?) back to foreign inputs.
-
-    None: it is no longer there, was not hashed, or is beyond the first CHECK_BYTES of foreign inputs.
+    """The provenance of an artifact: (depth, input, still the same?) back to foreign inputs; None: it is not there, was
+    not hashed, or is beyond the first CHECK_BYTES of foreign inputs.
     """
     rows: list[tuple[int, Input, bool | None]] = []
     left, waiting = CHECK_BYTES, [(1, item) for item in reversed(read_manifest(path).inputs)]

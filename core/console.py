@@ -1,8 +1,7 @@
 """Everything a person or a script reads goes through here: notes and progress to stderr, the result to stdout.
 
-On a terminal progress is a live bar; elsewhere it is a plain line every `PLAIN_EVERY_S` seconds with rate and
-time left. With `--json` stdout carries exactly one JSON object. No colour unless stderr is a terminal and
-NO_COLOR is unset.
+On a terminal progress is a live bar; elsewhere a plain line every `PLAIN_EVERY_S` seconds with rate and time left. With
+`--json` stdout carries exactly one JSON object.
 """
 
 import contextlib
@@ -109,11 +108,10 @@ class progress:  # noqa: N801 - used like a function, as contextlib.suppress is
 
     def __init__(self, label: str, total: float | None = None, unit: str = "") -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done = 0.0
         self.note = ""
+        self.done = self._base = 0.0
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not _settings["quiet"]
         self._start = self._last = time.monotonic()
-        self._base = 0.0
 
     def __enter__(self) -> "progress":
         return self
@@ -134,18 +132,13 @@ class progress:  # noqa: N801 - used like a function, as contextlib.suppress is
     def _text(self, now: float) -> str:
         spent = max(now - self._start, 1e-9)
         rate = (self.done - self._base) / spent
-        parts = [self.label]
-        if self.total:
-            parts.append(f"{100 * self.done / self.total:3.0f}%")
-            parts.append(f"{amount(self.done, self.unit)} of {amount(self.total, self.unit)}")
-        else:
-            parts.append(amount(self.done, self.unit))
-        parts.append(f"{amount(rate, self.unit)}/s")
-        if self.total and rate > 0:
-            parts.append(f"{duration(spent)} < {duration(max(self.total - self.done, 0) / rate)}")
-        if self.note:
-            parts.append(self.note)
-        return "  ".join(parts)
+        parts, whole = [self.label, amount(self.done, self.unit)], self.total
+        if whole:
+            parts[1:] = [f"{100 * self.done / whole:3.0f}%", f"{parts[1]} of {amount(whole, self.unit)}"]
+        parts += [f"{amount(rate, self.unit)}/s"]
+        if whole and rate > 0:
+            parts += [f"{duration(spent)} < {duration(max(whole - self.done, 0) / rate)}"]
+        return "  ".join([*parts, self.note]).rstrip()
 
     def _show(self, now: float) -> None:
         if _settings["quiet"]:

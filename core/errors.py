@@ -1,7 +1,6 @@
 """The errors a user can meet: what happened, where, why, and what to do; one exit code per kind.
 
-Everything that a user can cause raises one of these. The command line prints the four parts and exits with
-`exit_code`; a traceback appears only with `--debug`. Asserts are for invariants of our own.
+The command line prints the four parts; a traceback appears with `--debug`. Asserts are for invariants of our own.
 """
 
 from collections.abc import Iterable
@@ -18,9 +17,7 @@ EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the file in which the first process of a 
 
 
 class ThroughlineError(Exception):
-    """Root of every error a user can meet: `what` happened in one line, `where` (a path, a file:line, a field), `why`
-    (with the numbers), `fix` (what to do).
-    """
+    """Root of every error a user can meet: `what` happened, `where` (path, file:line, field), `why`, the `fix`."""
 
     exit_code = EXIT_FAILED
 

@@ -93,8 +93,8 @@ def written_aside(path: Path | str) -> Iterator[Path]:
 def swap_in(staging: Path, path: Path) -> None:
     """Give the directory `staging`, whose files are flushed, the name `path`; what was there is removed last.
 
-    On Linux both names are exchanged in one system call: at no moment is nothing at `path`. Where the file
-    system cannot do that (some network ones), the old directory is renamed first, and back when that fails.
+    Both names are exchanged in one system call: at no moment is nothing at `path`. Where the system or the file system
+    cannot do that (some network ones), the old directory is renamed first, and back when that fails.
     """
     for folder in (staging, *(each for each in staging.rglob("*") if each.is_dir())):
         sync(folder)
@@ -130,18 +130,15 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def full_disk(path: Path | str) -> Iterator[None]:
-    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) and those of a name that
-    cannot be into ours, which name the path; also as numpy and libraries in Rust report them.
-    """
+    """Turns the system's errors of NO_ROOM and WRONG_NAMES, also as numpy and Rust report them, into ours."""
     try:
         yield
     except Exception as error:
         number = _errno(error)
         if number in WRONG_NAMES:
             where, why = getattr(error, "filename", None) or path, WRONG_NAMES[number]
-            raise WrongUse(
-                "cannot write there", where=where, why=why, fix="choose another directory"
-            ) from error
+            fix = "choose another directory"
+            raise WrongUse("cannot write there", where=where, why=why, fix=fix) from error
         if number not in NO_ROOM:
             raise
         why = f"{NO_ROOM[number]} ({free_text(path)})"
@@ -190,9 +187,7 @@ def leaves(tree: Mapping[str, Any], between: str = ".", prefix: str = "") -> Ite
 
 
 def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a .jsonl file (of its `lines`, where it is open) with their places as errors name them, blank
-    lines left out. Raises Failed for a line that is no JSON object.
-    """
+    """(place, object) of a .jsonl file, or its `lines`, blank ones left out. Raises Failed for what is no object."""
     if lines is None:
         with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
             yield from json_lines(path, file)
@@ -200,8 +195,7 @@ def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        place = f"{path}:{number}"
-        fix = 'every line must be one JSON object: {"name": value, ...}'
+        place, fix = f"{path}:{number}", 'every line must be one JSON object: {"name": value, ...}'
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:

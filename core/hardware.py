@@ -1,11 +1,9 @@
 """Hardware facts: what the CPU and the GPUs of this machine are, what a chip can do, and the memory of a process.
 
-Nothing here imports torch: GPUs are read from `nvidia-smi`, the CPU from the kernel, peaks from `chips.toml`.
-
-Freed memory: glibc gives large blocks back to the kernel at once and keeps the small ones. A training step takes its
-blocks again, page by page: for GPT-2 124M in bf16 on a CPU 214,000 page faults a step, 0.4 to 1 s of 3.5 s; kept, the
-heap is 4 % larger. Scoring after the weights have been read needs the opposite. Another C library is left as it is, and
-GPUs have torch's own allocator.
+Without torch: GPUs are read from `nvidia-smi`, the CPU from the kernel, peaks from `chips.toml`. Freed memory: glibc
+gives large blocks back to the kernel at once. A training step takes them again, page by page: for GPT-2 124M in bf16 on
+a CPU 214,000 page faults a step, 0.4 to 1 s of 3.5 s; kept, the heap is 4 % larger. Scoring after the weights have been
+read needs the opposite.
 """
 
 import ctypes
@@ -40,8 +38,7 @@ _kept = False  # what is freed
 @dataclass(frozen=True)
 class Chip:
     """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GiB (the GB that cards are sold by),
-    bandwidths in GB/s, and the share of the 16-bit peak that the best large product reaches (in fp8 its own where
-    measured); power, process and streaming multiprocessors.
+    bandwidths in GB/s, the share of the 16-bit (or measured fp8) peak that the best large product reaches.
     """
 
     key: str

@@ -1,8 +1,7 @@
-"""Recipes: TOML files read into one tree of frozen pydantic models.
+"""Recipes: TOML files read into one tree of frozen pydantic models, any field set anew by `--set a.b=c`.
 
-Unknown keys are refused with the nearest known key named, all problems are shown at once with file, line and
-the offending line, and `--set a.b=c` overrides any field. Rules that span fields are small functions that
-return problems.
+Unknown keys are refused with the nearest known one, all problems are shown at once with file, line and the offending
+line. Rules that span fields are small functions that return problems.
 """
 
 import json
@@ -46,9 +45,7 @@ Rule = Callable[[Any], Iterable[Problem]]
 def load_recipe(
     source: Path | str, model: type[Recipe], overrides: Sequence[str] = (), rules: Sequence[Rule] = ()
 ) -> Recipe:
-    """Read a recipe from a path, or a shipped one by name, apply `a.b=c` overrides and check everything. Raises
-    WrongUse listing every problem at once.
-    """
+    """A recipe from a path, or a shipped one by name, with its overrides. Raises WrongUse with all problems at once."""
     path = find_recipe(source)
     text, tree = read_toml(path)
     origin = _set_overrides(tree, overrides)
@@ -67,14 +64,12 @@ def build_recipe(
     fix: str = "see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
 ) -> Recipe:
     """Validate a tree of values into `model` by the rules too. Raises WrongUse with every problem."""
-    problems: list[Problem] = []
     recipe = None
     try:
         recipe = model.model_validate(tree)
+        problems = [problem for rule in rules for problem in rule(recipe)]
     except ValidationError as error:
         problems = list(_from_pydantic(error.errors(), model))
-    if recipe is not None:
-        problems = [problem for rule in rules for problem in rule(recipe)]
     if problems or recipe is None:
         counted = f"{what} has {len(problems)} problem{'s' * (len(problems) != 1)}"
         why = "\n".join(_lines(problems, where, text, overridden))
@@ -94,11 +89,8 @@ def find_recipe(source: Path | str) -> Path:
     beside = {file.name: file for file in path.parent.glob("*")} if path.suffix else {}
     found = nearest(path.name if beside else path.stem, [*names, *beside])
     near = f"did you mean {beside.get(found[0], found[0])}?" if found else ""
-    why, fix = (
-        "neither a file nor a shipped recipe",
-        f"{near} list them with: throughline recipe list".strip(),
-    )
-    raise WrongUse("no such recipe", where=source, why=why, fix=fix)
+    fix = f"{near} list them with: throughline recipe list".strip()
+    raise WrongUse("no such recipe", where=source, why="neither a file nor a shipped recipe", fix=fix)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -142,8 +134,9 @@ def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        why, fix = str(error), "mend that line"
-        raise WrongUse(f"{what} is not valid TOML", where=path, why=why, fix=fix) from None
+        raise WrongUse(
+            f"{what} is not valid TOML", where=path, why=str(error), fix="mend that line"
+        ) from None
     except UnicodeDecodeError as error:
         why, fix = str(error), "it must be TOML in UTF-8"
         raise WrongUse(f"cannot read {what}: not a text file", where=path, why=why, fix=fix) from None

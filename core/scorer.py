@@ -1,7 +1,7 @@
 """The protocol between whatever computes token probabilities and the evaluation that asks for them.
 
-Lengths are in tokens, log-probabilities in nats. A scorer owns tokenisation, truncation and batching; a task
-owns prompts and metrics. Nothing here imports torch, so tasks and reports can be read on any machine.
+Lengths are in tokens, log-probabilities in nats. A scorer owns tokenisation, truncation and batching; a task owns
+prompts and metrics.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,8 @@ def common(rows: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class Question:
-    """Pairs (context ids, continuation ids) that are answered together, usually one context with its choices: the unit
-    of a batch and of a resumed evaluation, in which a common prefix is computed once. All contexts begin with `shared`
-    tokens that other questions begin with too: those that are asked behind one another share their computation.
+    """Pairs (context ids, continuation ids) that are answered together, mostly one context with its choices. All contexts
+    begin with `shared` tokens: questions that begin alike and are asked behind one another compute them once.
     """
 
     pairs: tuple[tuple[Ids, Ids], ...]
@@ -60,10 +59,8 @@ Scored = list[tuple[int, tuple[Score, ...]]]
 def check_question(
     question: Question, window: int, where: str = "", fields: Sequence[str] = (), mask: int | None = None
 ) -> None:
-    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never.
-
-    A context with a `mask` in it is not cut either, and has one mask for each token of its answer. `fields`: names of
-    the continuations in the task.
+    """Raise Failed when a continuation has no tokens or does not fit the window, which cuts contexts alone; one with a
+    `mask` in it is not cut, and has one for each token of its answer. `fields`: the continuations' names in the task.
     """
     for number, (context, continuation) in enumerate(question.pairs):
         name = fields[number] if fields else "a continuation"
@@ -89,13 +86,12 @@ def check_question(
 class Scorer(Protocol):
     """What evaluation needs from a model, an exported graph or an engine.
 
-    `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); equal
-    recipes on equal weights give equal scores. `identity` is a hash of weights, tokenizer, recipe and of
-    whether the log-probabilities of tokens are kept: the key of stored answers. `window` is the longest input
-    in tokens, `bos` what stands before every text (often nothing), `prefix` the token that stands for an
-    empty context, `mask` the one that hides another (None where a model reads from left to right): a context
-    with masks in it asks what stands there, one answer token a mask. `chat` is the chat template that texts have been
-    through, or None.
+    `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); with equal weights
+    they give equal scores. `identity` is a hash of weights, tokenizer, recipe and of whether the log-probabilities of
+    tokens are kept: the key of stored answers. `window` is the longest input in tokens, `bos` what stands before every
+    text (often nothing), `prefix` the token of an empty context, `mask` the one that hides another (None where a model
+    reads from left to right): a context with masks in it asks what stands there, one answer token a mask. `chat` is the
+    chat template that texts have been through, or None.
     """
 
     recipe: dict[str, Any]

@@ -35,10 +35,8 @@ class Workspace:
         except BlockingIOError:
             owner = os.read(handle, 64).decode(errors="replace").strip()
             os.close(handle)
-            what, why = (
-                "another process is working in this directory",
-                f"process {owner or 'unknown'} holds its lock",
-            )
+            what = "another process is working in this directory"
+            why = f"process {owner or 'unknown'} holds its lock"
             fix = "wait for it, stop it, or choose another directory"
             raise WrongUse(what, where=self.path, why=why, fix=fix) from None
         os.ftruncate(handle, 0)
@@ -61,18 +59,12 @@ class Workspace:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def records(self, name: str) -> Iterator[dict[str, Any]]:
-        """The records of `<name>`; a last line cut by a crash is left out."""
-        yield from read_records(self.path / name)
-
     def finish(
         self, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]
     ) -> Manifest:
-        """Turn the workspace into an artifact. The lock goes after the manifest is there, so that nobody else
-        works in it meanwhile.
-        """
+        """Turn the workspace into an artifact."""
         manifest = seal(Draft(self.path, facts, list(inputs)), kind, recipe_hash, leave_out=[LOCK])
-        (self.path / LOCK).unlink(missing_ok=True)
+        (self.path / LOCK).unlink(missing_ok=True)  # now: nobody else worked in it meanwhile
         return manifest
 
 
