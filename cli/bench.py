@@ -15,7 +15,6 @@ import click
 
 from ..core import console, hardware
 from ..core.artifact import installed, version
-from ..core.errors import WrongUse
 from ..core.files import write_atomic
 from .common import FILE, PATH, backend_options, flag, option, throughline_command
 
@@ -25,6 +24,19 @@ if TYPE_CHECKING:
 
 MADE = (16, 256)  # words of a made prompt, and tokens of its answer
 DEVELOPERS = ("test", "docs", "bench")  # extras that no user needs
+
+
+def span(text: str) -> tuple[int, int]:
+    """`16-256` or `16` as the least and the most, as a type of an option."""
+    low, _, high = text.strip().partition("-")
+    if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
+        raise click.BadParameter(f"{text!r} is not a number or a range; write 16-256")
+    return int(low), int(high or low)
+
+
+def numbers(text: str) -> list[int]:
+    """`1,8,32`, as a type of an option."""
+    return [span(part)[0] for part in text.split(",")]
 
 
 @click.group()
@@ -79,7 +91,7 @@ def latency(
     "Endpoint that is asked; completions are streamed.",
     "completions",
 )
-@option("--clients", None, "Numbers of clients that ask at once, with one run for each.", "1,8,32")
+@option("--clients", numbers, "Numbers of clients that ask at once, with one run for each.", "1,8,32")
 @option("--requests count", click.IntRange(1), "Number of requests per run.", 200)
 @option(
     "--input file",
@@ -88,12 +100,12 @@ def latency(
 )
 @option(
     "--prompt-words",
-    None,
+    span,
     "Range of the number of words in a made prompt (default: 16-256, at most a quarter of the model's context).",
 )
 @option(
     "--max-tokens",
-    None,
+    span,
     "Range of the number of tokens to generate (default: 16-256, at most a quarter of the model's context).",
 )
 @option("--seed", None, "Seed of the made requests.", 0)
@@ -104,11 +116,11 @@ def serve(
     url: str,
     model: str | None,
     endpoint: str,
-    clients: str,
+    clients: list[int],
     count: int,
     file: Path | None,
-    prompt_words: str | None,
-    max_tokens: str | None,
+    prompt_words: tuple[int, int] | None,
+    max_tokens: tuple[int, int] | None,
     seed: int,
     api_key_variable: str,
     plot: Path | None,
@@ -123,18 +135,15 @@ def serve(
     """
     from ..inference.serving import load as loads
 
-    numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
     read = loads.read_asks(file) if file else None
     target = loads.Target(url, endpoint, model, os.environ.get(api_key_variable))
     # Words are one to three tokens, and the answer takes its part.
     most = max(target.context // 4, 1) if target.context else MADE[1]
-    usual = f"{min(MADE[0], most)}-{min(MADE[1], most)}"
-    words = _range(prompt_words or usual, "--prompt-words")
-    tokens = _range(max_tokens or usual, "--max-tokens")
-    asks = read or loads.seeded(endpoint, count, seed, words, tokens)
+    room = (min(MADE[0], most), min(MADE[1], most))
+    asks = read or loads.seeded(endpoint, count, seed, prompt_words or room, max_tokens or room)
     asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
-    for number in numbers:
+    for number in clients:
         with console.progress(f"{number} clients", total=len(asks), unit="requests") as bar:
             seen, took_s = loads.load(target, asks, number, lambda: bar.advance(1))
         rows.append(loads.summary(seen, took_s, number))
@@ -144,14 +153,6 @@ def serve(
     if plot is not None:
         write_atomic(plot, loads.plotted(rows, f"{target.model} at {url}"))
     console.result({"load": rows, "model": target.model}, console.table(*loads.load_lines(rows)))
-
-
-def _range(text: str, where: str) -> tuple[int, int]:
-    """`16-256` or `16` as the least and the most. Raises WrongUse."""
-    low, _, high = text.strip().partition("-")
-    if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
-        raise WrongUse("not a number or a range", where=where, why=f"it is {text!r}", fix="write 16-256")
-    return int(low), int(high or low)
 
 
 @click.command()

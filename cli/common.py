@@ -37,6 +37,16 @@ def flag(names: str, text: str) -> Callable[[Any], Any]:
     return click.option(*names.split(), is_flag=True, help=text)
 
 
+def together(*options: Any) -> Callable[[Any], Any]:
+    """Puts these options on a command, in their order."""
+    return lambda function: functools.reduce(lambda made, put: put(made), reversed(options), function)
+
+
+def set_option(text: str) -> Callable[[Any], Any]:
+    """The repeatable --set, as `overrides`."""
+    return option("--set overrides", None, text, multiple=True, metavar="SECTION.KEY=VALUE")
+
+
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: it unwinds like Ctrl-C, half-written output is removed, with an exit code of its own."""
 
@@ -169,21 +179,12 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
         options = BackendOptions(device, dtype, backend, threads, **caches)
         return function(*args, options=options, **kwargs)
 
-    for decorate in (
-        option("--threads", click.IntRange(1), "CPU threads (default: one per core)."),
-        option(
-            "--backend",
-            None,
-            "Library that runs the model: own is the one that the file belongs to, auto measures those "
-            "that can run it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, "
-            "llamacpp, tensorrt.",
-            "own",
-        ),
-        dtype_option,
-        device_option,
-    ):
-        wrapped = decorate(wrapped)
-    return wrapped
+    library = "Library that runs the model: own is the one that the file belongs to, auto measures those that can run "
+    library += (
+        "it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, llamacpp, tensorrt."
+    )
+    threads = option("--threads", click.IntRange(1), "CPU threads (default: one per core).")
+    return together(device_option, dtype_option, option("--backend", None, library, "own"), threads)(wrapped)
 
 
 def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,13 +219,6 @@ init_from_option = option(
 )
 
 
-def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The RECIPE argument and the repeatable --set (as `overrides`) of every command that takes a recipe."""
-    function = option(
-        "--set overrides",
-        None,
-        "Set a field of the recipe to another value. Repeatable.",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-    )(function)
-    return click.argument("recipe")(function)
+recipe_options = together(
+    click.argument("recipe"), set_option("Set a field of the recipe to another value. Repeatable.")
+)

@@ -11,7 +11,7 @@ from ..core import console
 from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
-from .common import flag, is_given, option, throughline_command
+from .common import flag, is_given, option, throughline_command, together
 
 if TYPE_CHECKING:
     from ..data.ingest.readers import ReadOptions
@@ -29,34 +29,28 @@ def text_options(function: Any) -> Any:
 
         return function(*args, options=ReadOptions(**{name: kwargs.pop(name) for name in TEXT}), **kwargs)
 
-    for decorate in (
-        option(
-            "--max-replaced", click.FloatRange(0, 1), "Largest accepted share of invalid characters.", 0.001
-        ),
-        flag("--unwrap", "Join the hard-wrapped lines of a paragraph with spaces."),
-        option("--split", None, "Split of a data set that is read.", "train"),
-        option(
-            "--field",
-            None,
-            "Name of the field of .jsonl, or of the column of .parquet or a data set, that holds the text.",
-            "text",
-        ),
+    share, replaced = click.FloatRange(0, 1), "Largest accepted share of invalid characters."
+    return together(
+        click.argument("inputs", nargs=-1, required=True),
         option(
             "--documents",
             click.Choice(["file", "line", "block"]),
             "What a document of a .txt file is: the file, a line, or a block between blank lines.",
             "block",
         ),
-        click.argument("inputs", nargs=-1, required=True),
-    ):
-        wrapped = decorate(wrapped)
-    return wrapped
+        option(
+            "--field", None, "Name of the field (.jsonl) or column (.parquet, data set) of the text.", "text"
+        ),
+        option("--split", None, "Split of a data set that is read.", "train"),
+        flag("--unwrap", "Join the hard-wrapped lines of a paragraph with spaces."),
+        option("--max-replaced", share, replaced, 0.001),
+    )(wrapped)
 
 
-def out_options(function: Any) -> Any:
-    """Adds --out and --overwrite."""
-    overwrite = flag("--overwrite", "Replace the artifact that is already at --out.")
-    return option("--out", None, "Directory to write.", required=True)(overwrite(function))
+out_options = together(
+    option("--out", None, "Directory to write.", required=True),
+    flag("--overwrite", "Replace the artifact that is already at --out."),
+)
 
 
 def found_in_text(counts: dict[str, int]) -> list[str]:
@@ -65,10 +59,8 @@ def found_in_text(counts: dict[str, int]) -> list[str]:
     return [f"found in the text: {found}"] if found else []
 
 
-def size_of(context: click.Context | None, option: click.Parameter | None, text: str | None) -> int | None:
-    """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024); an error names the option."""
-    if text is None:
-        return None
+def size(text: str) -> int:
+    """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024), as a type of an option."""
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
     number = text.upper().removesuffix("B")
     unit = number.lstrip("0123456789.")
@@ -98,15 +90,11 @@ def command() -> None:
 @option(
     "--cased/--uncased",
     None,
-    "For WordPiece: keep capitals and accents (default: uncased; an import keeps its own setting).",
+    "For WordPiece: keep capitals and accents (default: no; an import's own).",
     None,
 )
 @option(
-    "--sample-bytes",
-    None,
-    "Maximum size of the text to train on. A larger input is sampled evenly.",
-    "1G",
-    callback=size_of,
+    "--sample-bytes", size, "Maximum size of the text to train on. A larger input is sampled evenly.", "1G"
 )
 @out_options
 @throughline_command
@@ -177,7 +165,7 @@ def tokenizer(
 @option(
     "--eos/--no-eos append_eos",
     None,
-    "End every document with the end-of-text token (default: yes when the tokenizer has one).",
+    "End documents with the end-of-text token (default: if there is one).",
     None,
 )
 @flag("--sentences", "Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.")
@@ -186,9 +174,8 @@ def tokenizer(
 @option("--executor", click.Choice(["local", "ray"]), "Where tasks run: here or on a Ray cluster.", "local")
 @option(
     "--shard-bytes",
-    None,
+    size,
     "Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to 256 MiB).",
-    callback=size_of,
 )
 @option("--task-index", click.IntRange(0), "Number of this process in a job array, counted from 0.")
 @option("--task-count", click.IntRange(1), "Number of processes in the job array.")
@@ -277,12 +264,7 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
 @option(
     "--to target", click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), "Layout to write.", required=True
 )
-@option(
-    "--val-fraction",
-    click.FloatRange(0, 0.5),
-    "For nanogpt: share of the tokens, from the end, that goes to val.bin.",
-    0.0,
-)
+@option("--val-fraction", click.FloatRange(0, 0.5), "For nanogpt: share of the last tokens for val.bin.", 0.0)
 @option("--out", None, "Directory to write.", required=True)
 @throughline_command
 def export(store: str, target: Any, val_fraction: float, out: str) -> None:
@@ -303,11 +285,7 @@ def export(store: str, target: Any, val_fraction: float, out: str) -> None:
 @text_options
 @flag("--near", "Remove near duplicates too, by MinHash over word 5-grams.")
 @flag("--dry-run", "Count the duplicates and write nothing.")
-@option(
-    "--out",
-    None,
-    "Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
-)
+@option("--out", None, "Directory for the records that stay, as .jsonl.zst (not needed with --dry-run).")
 @throughline_command
 def dedup(inputs: tuple[str, ...], out: str | None, dry_run: bool, **given: Any) -> None:
     """Remove duplicate documents from text.

@@ -17,7 +17,7 @@ from ..planner.serve import plan_service
 from ..planner.view import compared, days_by_chips, write_comparison, write_plan
 from ..prove.validate import own_validation, validation
 from . import plan_question as ask
-from .common import PATH, flag, option, throughline_command
+from .common import PATH, flag, option, throughline_command, together
 
 
 class Plans(click.Group):
@@ -40,7 +40,7 @@ def command() -> None:
 
 
 @command.command()
-@ask.question((ask.on_option, ask.gpus_option), ask.MODEL, ask.RUN, ask.MACHINES)
+@together(ask.on_option, ask.gpus_option, *ask.MODEL, *ask.RUN, *ask.MACHINES)
 @option("--write-recipe", PATH, "Write a recipe in the best layout to this file.")
 @flag("--pareto", "Also print days against numbers of chips; needs --target-tokens.")
 @option("--out", PATH, "Write the plan as an artifact: plan.html, JSON, CSV and a trace.")
@@ -69,7 +69,7 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
 
 
 @command.command()
-@ask.question((ask.on_option, ask.gpus_option), ask.MODEL, ask.RUN, ask.MACHINES)
+@together(ask.on_option, ask.gpus_option, *ask.MODEL, *ask.RUN, *ask.MACHINES)
 @throughline_command
 def explain(gpus: int, **options: Any) -> None:
     """Where the time and the memory of the best layout go; with --layout, of that one.
@@ -82,7 +82,7 @@ def explain(gpus: int, **options: Any) -> None:
 
 
 @command.command()
-@ask.question((ask.on_option,), ask.MODEL, ask.RUN, ask.MACHINES)
+@together(ask.on_option, *ask.MODEL, *ask.RUN, *ask.MACHINES)
 @option(
     "--target-days",
     ask.Amount(0, 1e6),
@@ -126,7 +126,7 @@ def recommend(target_days: float | None, max_gpus: int, **options: Any) -> None:
 
 
 @command.command()
-@ask.question((ask.on_option, ask.gpus_option), ask.MODEL, ask.RUN, ask.MACHINES)
+@together(ask.on_option, ask.gpus_option, *ask.MODEL, *ask.RUN, *ask.MACHINES)
 @option(
     "--save-seconds",
     ask.Amount(0, 1e5, min_open=True),
@@ -151,7 +151,7 @@ def checkpoint(
 
 
 @command.command()
-@ask.question(ask.MODEL, ask.RUN, ask.MACHINES)
+@together(*ask.MODEL, *ask.RUN, *ask.MACHINES)
 @option(
     "--option choices",
     None,
@@ -243,7 +243,7 @@ def validate(all_rows: bool, own: Path | None) -> None:
 )
 @option("--p99 p99_ms", ask.Amount(0, 1e9), "Milliseconds in which 99 of 100 answers come (default: any).")
 @option("--qps", ask.Amount(0, 1e9), "Number of requests per second that must be served (default: any).")
-@ask.question(ask.MACHINES)
+@together(*ask.MACHINES)
 @throughline_command
 def serve(model: str, on: str, hardware: Path | None, price: float | None, **asked: Any) -> None:
     """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
@@ -270,11 +270,8 @@ def service_lines(model: str, facts: dict[str, Any]) -> list[str]:
         rows.append((*cells, f"{row['per_second']:,.4g}", f"{row['bytes'] / 2**30:,.2f}"))
     shared = f", {best['tensor']} cards a copy" if best["tensor"] > 1 else ""
     asked = f"{facts['length']} tokens" + (f" and {new} new ones" if new else "")
-    lines = [
-        f"{model}, {asked}, {facts['precision']}, on {facts['cluster']}{shared}",
-        "",
-        *console.table(header, rows),
-    ]
+    first = f"{model}, {asked}, {facts['precision']}, on {facts['cluster']}{shared}"
+    lines = [first, "", *console.table(header, rows)]
     load = f" for {facts['qps']:,g} requests/s" if facts["qps"] else ""
     lines += ["", f"best batch {best['batch']}; copies{load}: {facts['copies']}; cards: {facts['cards']}"]
     if facts["cost_per_million"]:

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..train.recipes.new_recipe import usual_sections
 from ..train.recipes.recipe import Recipe
 from ..train.recipes.resolved import model_config, resolve
 from ..train.recipes.rules import RULES
-from .common import flag, option
+from .common import flag, option, set_option
 
 MOST_CHIPS = 2**20
 CHIPS, COUNT = click.IntRange(1, MOST_CHIPS), click.IntRange(1, 2**24)
@@ -82,13 +81,7 @@ MODEL = (
     ),
     option("--software", None, "Name of the training program, one of planner/software.toml.", "throughline"),
     option("--optimizer", click.Choice(OPTIMIZERS), "Optimizer (default: the recipe's, or the program's)."),
-    option(
-        "--set overrides",
-        None,
-        "Override a field of the recipe, or model.overrides.KEY of a preset. Repeatable.",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-    ),
+    set_option("Override a field of the recipe, or model.overrides.KEY of a preset. Repeatable."),
 )
 RUN = (
     option("--target-tokens", Amount(0, 1e18), "Number of tokens in the whole run, for its days and cost."),
@@ -104,17 +97,6 @@ RUN = (
     flag("--production", "Count days 1.25 times, as long runs were reported beside benchmarks."),
     option("--grid", None, "Country, or grams of CO2 that a kWh causes, for the run's carbon."),
 )
-
-
-def question(*parts: Sequence[Any]) -> Callable[[Any], Any]:
-    """Puts these options on a command, in their order."""
-
-    def put(function: Any) -> Any:
-        for decorate in reversed([each for part in parts for each in part]):
-            function = decorate(function)
-        return function
-
-    return put
 
 
 def priced_cluster(on: str, hardware: Path | None, price: float | None) -> Cluster:

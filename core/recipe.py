@@ -134,9 +134,8 @@ def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise WrongUse(
-            f"{what} is not valid TOML", where=path, why=str(error), fix="mend that line"
-        ) from None
+        why, fix = str(error), "mend that line"
+        raise WrongUse(f"{what} is not valid TOML", where=path, why=why, fix=fix) from None
     except UnicodeDecodeError as error:
         why, fix = str(error), "it must be TOML in UTF-8"
         raise WrongUse(f"cannot read {what}: not a text file", where=path, why=why, fix=fix) from None

@@ -284,14 +284,12 @@ def require_world(
         return
     near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows, allowed)
     launch = f"throughline launch --nproc {layout.world} -- ..."
-    fixes = [f"{launch}, or one of the nearest layouts for {world}:"]
-    fixes += [f"{found.product()}: {set_options(layout, found)}" for found in near]
-    raise WrongUse(
-        f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, not {world}",
-        where="parallel",
-        why=layout.product(),
-        fix="\n".join(fixes) if near else f"{launch}; no layout of this recipe fits {world}",
-    )
+    fix = f"{launch}; no layout of this recipe fits {world}"
+    if near:
+        others = [f"{found.product()}: {set_options(layout, found)}" for found in near]
+        fix = "\n".join([f"{launch}, or one of the nearest layouts for {world}:", *others])
+    what = f"the layout needs {layout.world} process{'es' * (layout.world != 1)}, not {world}"
+    raise WrongUse(what, where="parallel", why=layout.product(), fix=fix)
 
 
 def set_options(layout: Layout, other: Layout) -> str:

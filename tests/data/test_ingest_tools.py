@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
-from throughline.cli.data import size_of
+from throughline.cli.data import size
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
@@ -305,7 +305,7 @@ def test_a_sample_of_a_large_text_does_not_hash_it(tmp_path: Path, monkeypatch: 
 
 
 def test_sizes_and_backends_of_the_command_line() -> None:
-    assert [size_of(None, None, text) for text in ("512", "64M", "1.5G", "8MiB", "2kb")] == [
+    assert [size(text) for text in ("512", "64M", "1.5G", "8MiB", "2kb")] == [
         512,
         64_000_000,
         1_500_000_000,
