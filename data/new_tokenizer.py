@@ -21,7 +21,7 @@ from ..core.errors import Failed, Refused, WrongUse
 from ..core.files import read_json
 from ..core.hardware import memory_limit_bytes
 from .ingest.inputs import Source
-from .ingest.readers import ReadOptions, read, splittable
+from .ingest.readers import Reader, ReadOptions, splittable
 from .ingest.text import MAX_REPLACED, check_replaced, utf8_bytes
 from .tokenizer import FILE, Tokenizer
 
@@ -309,7 +309,7 @@ def sample(
                 owed += stripe * share
                 if share < 1 and owed <= 0:
                     continue
-                for batch in read(source, start, stop, options, counts):
+                for batch in Reader(options, counts).read(source, start, stop):
                     yield from batch.texts
                     counts["characters"] += sum(map(len, batch.texts))
                     done = utf8_bytes(batch.texts)

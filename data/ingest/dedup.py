@@ -27,7 +27,7 @@ from ...core.console import progress
 from ...core.errors import Failed
 from ...core.files import full_disk, written_aside
 from .inputs import Source, expand_inputs
-from .readers import ReadOptions, read_records
+from .readers import Reader, ReadOptions
 from .task_plan import check_unchanged, read_unchanged
 from .text import COUNTS, MAX_REPLACED, check_replaced
 
@@ -94,7 +94,7 @@ def _documents(
 ) -> Iterator[tuple[int, list[str]]]:
     with progress("hash", sum(source.bytes for source in sources) or None, "B") as bar:
         for number, source in enumerate(sources):
-            for batch in read_unchanged(source, 0, None, options, counts, bar.advance):
+            for batch in read_unchanged(Reader(options, counts, bar.advance), source):
                 counts["characters"] += sum(map(len, batch.texts))
                 yield number, batch.texts
 
@@ -210,7 +210,7 @@ def _write_kept(sources: list[Source], options: ReadOptions, drop: np.ndarray, f
             check_unchanged(source)
             name = f"{number:05d}-{Path(source.path).name.split('.')[0]}.jsonl.zst"
             with zstandard.open(folder / name, "wb", cctx=zstandard.ZstdCompressor(3)) as file:
-                for records in read_records(source, options, Counter(), bar.advance):
+                for records in Reader(options, Counter(), bar.advance).read_records(source):
                     here = slice(*np.searchsorted(drop, [document, document + len(records)]))
                     kept = np.ones(len(records), bool)
                     kept[drop[here] - document] = False

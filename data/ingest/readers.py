@@ -56,77 +56,188 @@ def splittable(source: Source, options: ReadOptions) -> bool:
     return source.format != "txt" or options.documents != "file"
 
 
-def read(
-    source: Source,
-    start: int,
-    stop: int | None,
-    options: ReadOptions,
-    counts: Counter[str],
-    on_bytes: Callable[[int], None] = lambda _: None,
-) -> Iterator[DocumentBatch]:
-    """The documents of bytes (of a streamed dataset: parts) [start, stop) of `source`, cleaned and counted; `on_bytes`
-    is told the bytes taken. Raises Failed for a file that is cut, damaged or not text, for a record without the field.
+@dataclass(frozen=True)
+class Reader:
+    """Documents as `options` say, cleaned and counted in `counts`; `on_bytes` is told the bytes that are taken of files.
+
+    Raises Failed for a file that is cut, damaged or not text, and for a record without the field.
     """
-    if source.format != "txt":
-        for records in _records(source, start, stop, options, counts, on_bytes):
-            yield from _values([record[options.field] for record in records], options, counts)
-        return
-    separator = BLANK_LINES if options.documents == "block" else LINE_END
-    with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
-        blocks = between(opened, start, stop, separator) if splittable(source, options) else opened
-        blocks = _checked(blocks, source.path, start, counts)
-        if options.documents == "file":
-            yield from _whole(blocks, options, counts)
-        else:
-            yield from _split(blocks, separator, options, counts)
 
+    options: ReadOptions
+    counts: Counter[str]
+    on_bytes: Callable[[int], None] = lambda _: None
 
-def read_records(
-    source: Source,
-    options: ReadOptions,
-    counts: Counter[str],
-    on_bytes: Callable[[int], None] = lambda _: None,
-) -> Iterator[list[dict[str, Any]]]:
-    """The documents of a whole source as `read` has them, with all fields, the text cleaned ("text" of a .txt)."""
-    if source.format == "txt":
-        for batch in read(source, 0, None, options, counts, on_bytes):
-            yield [{"text": text} for text in batch.texts]
-        return
-    for records in _records(source, 0, None, options, counts, on_bytes, whole=True):
-        for record in records:
-            record[options.field] = _clean_value(record[options.field], options, counts)
-        yield [record for record in records if record[options.field].strip()]
+    def read(self, source: Source, start: int = 0, stop: int | None = None) -> Iterator[DocumentBatch]:
+        """The documents of bytes (of a streamed dataset: parts) [start, stop) of `source`."""
+        if source.format != "txt":
+            for records in self._records(source, start, stop):
+                yield from self._values(record[self.options.field] for record in records)
+            return
+        separator = BLANK_LINES if self.options.documents == "block" else LINE_END
+        blocks = self._blocks(source, start, stop, separator)
+        yield from self._whole(blocks) if self.options.documents == "file" else self._split(blocks, separator)
 
+    def read_records(self, source: Source) -> Iterator[list[dict[str, Any]]]:
+        """The documents of a whole source as `read` has them, with all fields, the text cleaned ("text" of a .txt)."""
+        if source.format == "txt":
+            for batch in self.read(source):
+                yield [{"text": text} for text in batch.texts]
+            return
+        field = self.options.field
+        for records in self._records(source, 0, None, whole=True):
+            for record in records:
+                record[field] = self._clean(record[field])
+            yield [record for record in records if record[field].strip()]
 
-def _records(
-    source: Source,
-    start: int,
-    stop: int | None,
-    options: ReadOptions,
-    counts: Counter[str],
-    on_bytes: Callable[[int], None],
-    whole: bool = False,
-) -> Iterator[list[dict[str, Any]]]:
-    """The records of bytes [start, stop) of a source with fields, with all of them when `whole`."""
-    if source.format == "dataset":
-        scale = source.bytes or source.parts
-        part = (start, scale if stop is None else stop, scale) if scale and not whole else None
-        yield from dataset_rows(source.path, options.split, options.field, on_bytes, whole, part)
-    elif source.format == "table":
-        with open_blocks(source.path, source.compression, 0, on_bytes) as opened:
-            lines = _decoded_lines(_checked(opened, source.path, 0, counts))
+    def _records(
+        self, source: Source, start: int, stop: int | None, whole: bool = False
+    ) -> Iterator[list[dict[str, Any]]]:
+        """The records of bytes [start, stop) of a source with fields, with all of them when `whole`."""
+        field = self.options.field
+        if source.format == "dataset":
+            scale = source.bytes or source.parts
+            part = (start, scale if stop is None else stop, scale) if scale and not whole else None
+            yield from dataset_rows(source.path, self.options.split, field, self.on_bytes, whole, part)
+        elif source.format == "table":
+            lines = _decoded_lines(self._blocks(source, 0, None, LINE_END))
             rows = table(lines, Path(source.path), "\t" if suffix_of(source.path)[0] == ".tsv" else ",")
             while batch := [record.data for record in islice(rows, TABLE_ROWS)]:
-                if options.field not in batch[0]:
-                    raise no_column(source.path, options.field, list(batch[0]))
+                if field not in batch[0]:
+                    raise no_column(source.path, field, list(batch[0]))
                 yield batch
-    elif source.format == "parquet":
-        yield from parquet_rows(source.path, start, stop, options.field, on_bytes, whole)
-    else:
-        where = source.path.replace("%", "%%") + (":%d" if start == 0 else f", line %d after byte {start:,}")
-        with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
-            blocks = between(opened, start, stop, LINE_END) if splittable(source, options) else opened
-            yield from _json_records(_checked(blocks, source.path, start, counts), where, options, counts)
+        elif source.format == "parquet":
+            yield from parquet_rows(source.path, start, stop, field, self.on_bytes, whole)
+        else:
+            where = source.path.replace("%", "%%") + (
+                ":%d" if not start else f", line %d after byte {start:,}"
+            )
+            yield from self._json_records(self._blocks(source, start, stop, LINE_END), where)
+
+    def _blocks(
+        self, source: Source, start: int, stop: int | None, separator: re.Pattern[bytes]
+    ) -> Iterator[bytes]:
+        """The blocks of a range, after a look at the first: not binary, no byte-order mark."""
+        with open_blocks(source.path, source.compression, max(start - 1, 0), self.on_bytes) as blocks:
+            if splittable(source, self.options):
+                blocks = between(blocks, start, stop, separator)
+            for place, block in enumerate(blocks):
+                if not place:
+                    check_is_text(block, source.path, at_start=start == 0)
+                    block = strip_bom(block, self.counts) if start == 0 else block
+                yield block
+
+    def _clean(self, value: str | bytes | None) -> str:
+        if isinstance(value, bytes):
+            return clean(value, self.counts, self.options.unwrap)
+        return clean_string(value or "", self.counts, self.options.unwrap)
+
+    def _whole(self, blocks: Iterable[bytes]) -> Iterator[DocumentBatch]:
+        """The whole stream as one document, in pieces."""
+        carry, going, limit = b"", False, self.options.piece_bytes
+        if limit is None:
+            carry, blocks = b"".join(blocks), ()
+        for block in blocks:
+            carry += block
+            while limit and len(carry) > limit:
+                carry, piece = self._cut(carry, going)
+                going = True
+                yield piece
+        yield from self._kept([clean(carry, self.counts, self.options.unwrap, going)], going)
+
+    def _cut(self, raw: bytes, going: bool) -> tuple[bytes, DocumentBatch]:
+        """Take one piece off a long document: (the rest, the piece)."""
+        place, forced = cut_place(raw[: self.options.piece_bytes])
+        self.counts["forced_cuts"] += forced
+        self.counts["long"] += not going
+        piece = clean(raw[:place], self.counts, self.options.unwrap, going)
+        return raw[place:], DocumentBatch([piece], continues=True)
+
+    def _kept(self, texts: list[str], going: bool = False) -> Iterator[DocumentBatch]:
+        """A batch without its empty documents; with `going` the first ends one begun before and stays."""
+        kept = [text for text in texts[going:] if text and not text.isspace()]
+        self.counts["empty"] += len(texts) - going - len(kept)
+        if going:
+            kept.insert(0, texts[0])
+        if kept:
+            yield DocumentBatch(kept)
+
+    def _split(self, blocks: Iterable[bytes], separator: re.Pattern[bytes]) -> Iterator[DocumentBatch]:
+        """Documents between separators. A document longer than `piece_bytes` is cut by its own content alone."""
+        limit, ending = self.options.piece_bytes, b"\n" if separator is LINE_END else b"\n\n"
+        carry, going = b"", False
+
+        def take(raw: bytes) -> Iterator[DocumentBatch]:
+            """Whole documents with their separators; the first may be the rest of one that was begun."""
+            nonlocal going
+            while limit and (long := _first_long(raw, limit, separator)) is not None:
+                if long:
+                    yield from self._kept(self._texts(raw[:long], separator, going), going)
+                    raw, going = raw[long:], False
+                raw, piece = self._cut(raw, going)
+                going = True
+                yield piece
+            if raw:
+                yield from self._kept(self._texts(raw, separator, going), going)
+                going = False
+
+        waiting: list[bytes] = []
+        size = 0
+        for block in blocks:
+            waiting.append(block)
+            size += len(block)
+            if limit is None and size < len(carry):  # a document held whole is looked at when it has doubled
+                continue
+            carry, waiting, size = b"".join([carry, *waiting]), [], 0
+            if place := _last_end(carry, separator):
+                yield from take(carry[:place])
+                carry = carry[place:]
+            while limit and len(carry if separator is LINE_END else carry.rstrip(b" \t\r\n")) > limit:
+                carry, piece = self._cut(carry, going)
+                going = True
+                yield piece
+        carry = b"".join([carry, *waiting])
+        if carry or going:
+            yield from take(carry if separator is LINE_END and carry.endswith(b"\n") else carry + ending)
+
+    def _texts(self, raw: bytes, separator: re.Pattern[bytes], going: bool) -> list[str]:
+        """Documents that end in separators; with `going` the first is the rest of one that was cut."""
+        text = clean(raw, self.counts)
+        if separator is LINE_END:
+            return text.split("\n")[:-1]
+        # without these runs a split does what the pattern does
+        plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))
+        texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
+        if not self.options.unwrap:
+            return texts
+        return [clean(text.encode(), self.counts, True, going and not at) for at, text in enumerate(texts)]
+
+    def _json_records(self, blocks: Iterable[bytes], where: str) -> Iterator[list[dict[str, Any]]]:
+        """The objects of the lines; a line is held whole. `where` has a place for the number of a line."""
+        number, field = 0, self.options.field
+        pending: list[bytes] = []
+        for block in blocks:
+            place = block.rfind(b"\n") + 1
+            if place:
+                raw = b"".join([*pending, block[:place]])
+                yield _parsed(clean(raw, self.counts), where, number, field)
+                number += raw.count(b"\n")
+                pending = []
+            pending.append(block[place:])
+        if rest := b"".join(pending):
+            yield _parsed(clean(rest, self.counts), where, number, field)
+
+    def _values(self, values: Iterable[str | bytes | None]) -> Iterator[DocumentBatch]:
+        """Values of a column as batches; None counts as an empty document."""
+        limit, texts = self.options.piece_bytes, list[str]()
+        for value in values:
+            text = self._clean(value)
+            if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:
+                texts.append(text)
+                continue
+            yield from self._kept(texts)
+            yield from Reader(ReadOptions(piece_bytes=limit), self.counts)._whole([text.encode()])
+            texts = []
+        yield from self._kept(texts)
 
 
 def _decoded_lines(blocks: Iterable[bytes]) -> Iterator[str]:
@@ -136,109 +247,6 @@ def _decoded_lines(blocks: Iterable[bytes]) -> Iterator[str]:
         *lines, rest = (rest + text).split("\n")
         yield from (f"{line}\n" for line in lines)
     yield rest
-
-
-def _clean_value(value: str | bytes | None, options: ReadOptions, counts: Counter[str]) -> str:
-    if isinstance(value, bytes):
-        return clean(value, counts, options.unwrap)
-    return clean_string(value or "", counts, options.unwrap)
-
-
-def _checked(blocks: Iterable[bytes], path: str, start: int, counts: Counter[str]) -> Iterator[bytes]:
-    """The blocks, after a look at the first: not binary, no byte-order mark."""
-    for place, block in enumerate(blocks):
-        if not place:
-            check_is_text(block, path, at_start=start == 0)
-            block = strip_bom(block, counts) if start == 0 else block
-        yield block
-
-
-def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) -> Iterator[DocumentBatch]:
-    """The whole stream as one document, in pieces."""
-    carry, going = b"", False
-    if options.piece_bytes is None:
-        carry, blocks = b"".join(blocks), ()
-    for block in blocks:
-        carry += block
-        while options.piece_bytes and len(carry) > options.piece_bytes:
-            carry, piece = _cut(carry, options, counts, going)
-            going = True
-            yield DocumentBatch([piece], continues=True)
-    yield from _kept([clean(carry, counts, options.unwrap, going)], counts, going)
-
-
-def _cut(raw: bytes, options: ReadOptions, counts: Counter[str], going: bool) -> tuple[bytes, str]:
-    """Take one piece off a long document: (the rest, the piece)."""
-    place, forced = cut_place(raw[: options.piece_bytes])
-    counts["forced_cuts"] += forced
-    counts["long"] += not going
-    return raw[place:], clean(raw[:place], counts, options.unwrap, going)
-
-
-def _kept(texts: list[str], counts: Counter[str], going: bool = False) -> Iterator[DocumentBatch]:
-    """A batch without its empty documents; with `going` the first ends one begun before and stays."""
-    kept = [text for text in texts[going:] if text and not text.isspace()]
-    counts["empty"] += len(texts) - going - len(kept)
-    if going:
-        kept.insert(0, texts[0])
-    if kept:
-        yield DocumentBatch(kept)
-
-
-def _split(
-    blocks: Iterable[bytes], separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str]
-) -> Iterator[DocumentBatch]:
-    """Documents between separators. A document longer than `piece_bytes` is cut by its own content alone."""
-    limit, ending = options.piece_bytes, b"\n" if separator is LINE_END else b"\n\n"
-    carry, going = b"", False
-
-    def take(raw: bytes) -> Iterator[DocumentBatch]:
-        """Whole documents with their separators; the first may be the rest of one that was begun."""
-        nonlocal going
-        while limit and (long := _first_long(raw, limit, separator)) is not None:
-            if long:
-                yield from _kept(_texts(raw[:long], separator, options, counts, going), counts, going)
-                raw, going = raw[long:], False
-            raw, piece = _cut(raw, options, counts, going)
-            going = True
-            yield DocumentBatch([piece], continues=True)
-        if raw:
-            yield from _kept(_texts(raw, separator, options, counts, going), counts, going)
-            going = False
-
-    waiting: list[bytes] = []
-    size = 0
-    for block in blocks:
-        waiting.append(block)
-        size += len(block)
-        if limit is None and size < len(carry):  # a document held whole is looked at when it has doubled
-            continue
-        carry, waiting, size = b"".join([carry, *waiting]), [], 0
-        if place := _last_end(carry, separator):
-            yield from take(carry[:place])
-            carry = carry[place:]
-        while limit and len(carry if separator is LINE_END else carry.rstrip(b" \t\r\n")) > limit:
-            carry, piece = _cut(carry, options, counts, going)
-            going = True
-            yield DocumentBatch([piece], continues=True)
-    carry = b"".join([carry, *waiting])
-    if carry or going:
-        yield from take(carry if separator is LINE_END and carry.endswith(b"\n") else carry + ending)
-
-
-def _texts(
-    raw: bytes, separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str], going: bool
-) -> list[str]:
-    """Documents that end in separators, as strings; with `going` the first is the rest of one that was cut."""
-    if separator is LINE_END:
-        return clean(raw, counts).split("\n")[:-1]
-    text = clean(raw, counts)
-    # without these runs a split does what the pattern does
-    plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))
-    texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
-    if not options.unwrap:
-        return texts
-    return [clean(text.encode(), counts, True, going and not place) for place, text in enumerate(texts)]
 
 
 def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
@@ -272,24 +280,6 @@ def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | N
             return place
         place = found.end()
     return None
-
-
-def _json_records(
-    blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]
-) -> Iterator[list[dict[str, Any]]]:
-    """The objects of the lines; a line is held whole. `where` has a place for the number of a line."""
-    number = 0
-    pending: list[bytes] = []
-    for block in blocks:
-        place = block.rfind(b"\n") + 1
-        if place:
-            raw = b"".join([*pending, block[:place]])
-            yield _parsed(clean(raw, counts), where, number, options.field)
-            number += raw.count(b"\n")
-            pending = []
-        pending.append(block[place:])
-    if rest := b"".join(pending):
-        yield _parsed(clean(rest, counts), where, number, options.field)
 
 
 def _parsed(text: str, where: str, number: int, field: str) -> list[dict[str, Any]]:
@@ -327,19 +317,3 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
     if "messages" in lists:
         fix = "of a chat make a text: jq -c '{text: ([.messages[].content] | join(\"\\n\\n\"))}' FILE"
     return Failed(f"no field {field!r}", where=where, why=f"fields with text: {texts}", fix=fix)
-
-
-def _values(
-    values: Iterable[str | bytes | None], options: ReadOptions, counts: Counter[str]
-) -> Iterator[DocumentBatch]:
-    """Values of a column as batches; None counts as an empty document."""
-    limit, texts = options.piece_bytes, list[str]()
-    for value in values:
-        text = _clean_value(value, options, counts)
-        if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:
-            texts.append(text)
-            continue
-        yield from _kept(texts, counts)
-        yield from _whole([text.encode()], ReadOptions(piece_bytes=limit), counts)
-        texts = []
-    yield from _kept(texts, counts)

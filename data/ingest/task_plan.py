@@ -6,8 +6,7 @@ of 10 TB takes a second and a few megabytes.
 
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from ...core.errors import Failed, Refused
 from ...core.files import full_disk, read_json, sha256_json, write_atomic
 from .inputs import Source
-from .readers import DocumentBatch, ReadOptions, read, splittable
+from .readers import DocumentBatch, Reader, ReadOptions, splittable
 
 PLAN = "plan.json"
 LEAST_SHARD, MOST_SHARD = 8 << 20, 256 << 20  # bytes: seconds to minutes for the slowest backend
@@ -168,14 +167,9 @@ def check_unchanged(source: Source) -> None:
 
 
 def read_unchanged(
-    source: Source,
-    start: int,
-    stop: int | None,
-    options: ReadOptions,
-    counts: Counter[str],
-    on_bytes: Callable[[int], None] = lambda _: None,
+    reader: Reader, source: Source, start: int = 0, stop: int | None = None
 ) -> Iterator[DocumentBatch]:
-    """What `readers.read` gives. Raises Refused when the file is not the plan's, before or after."""
+    """What the reader reads. Raises Refused when the file is not the plan's, before or after."""
     check_unchanged(source)
-    yield from read(source, start, stop, options, counts, on_bytes)
+    yield from reader.read(source, start, stop)
     check_unchanged(source)

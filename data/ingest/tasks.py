@@ -23,7 +23,7 @@ from ...core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from ..backends import Backend, Watched
 from ..shard import token_dtype, write_index_in_blocks
 from ..tokenizer import Tokenizer
-from .readers import DocumentBatch
+from .readers import DocumentBatch, Reader
 from .task_plan import Task, TaskPlan, read_unchanged
 from .text import PIECE_BYTES, split_sentences, utf8_bytes
 
@@ -178,8 +178,8 @@ def run_task(
         writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
         try:
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
-            how = plan.options, counts, tell
-            read = (read_unchanged(plan.sources[at.source], at.start, at.stop, *how) for at in task.spans)
+            reader = Reader(plan.options, counts, tell)
+            read = (read_unchanged(reader, plan.sources[at.source], at.start, at.stop) for at in task.spans)
             for batch in chain.from_iterable(read):
                 size["characters"] += sum(map(len, batch.texts))
                 size["text_bytes"] += utf8_bytes(batch.texts)

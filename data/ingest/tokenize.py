@@ -28,7 +28,7 @@ from ..tokenizer import FILE, Tokenizer, tokenizer_records
 from .executors import run_processes, run_ray
 from .formats import hub_parts, pinned
 from .inputs import expand_inputs
-from .readers import DocumentBatch, ReadOptions, read
+from .readers import DocumentBatch, Reader, ReadOptions
 from .task_plan import Task, TaskPlan, default_shard_bytes, write_plan
 from .tasks import STORE, read_record, run_task
 from .text import COUNTS, MAX_REPLACED, PIECE_BYTES, check_replaced
@@ -166,7 +166,8 @@ def _checked_backend(plan: TaskPlan, task: Task, tokenizer: Tokenizer, name: str
     """The backend, checked on a task's first documents; text that starts badly is said before the work."""
     span, counts = task.spans[0], Counter[str]()
     source = plan.sources[span.source]
-    texts = next(read(source, span.start, span.stop, plan.options, counts), DocumentBatch([])).texts
+    read = Reader(plan.options, counts).read(source, span.start, span.stop)
+    texts = next(read, DocumentBatch([])).texts
     if counts["replaced"] > MAX_REPLACED * (size := sum(map(len, texts))):
         warn(f"{source.path}: {counts['replaced']:,} invalid characters in the first {amount(size, 'B')}")
     return open_backend(tokenizer, name, texts)

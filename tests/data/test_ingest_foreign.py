@@ -17,7 +17,7 @@ from throughline.core.files import write_atomic
 from throughline.data.backends import BACKENDS, open_backend
 from throughline.data.ingest import executors
 from throughline.data.ingest.inputs import expand_inputs
-from throughline.data.ingest.readers import ReadOptions, read
+from throughline.data.ingest.readers import Reader, ReadOptions
 from throughline.data.ingest.task_plan import write_plan
 from throughline.data.ingest.tokenize import Work, make_plan, tokenize
 from throughline.data.inspect import inspect_store
@@ -179,7 +179,7 @@ def test_whatever_a_dataset_fails_with_is_one_clear_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Cut())
     [source] = expand_inputs(["datasets:some/name"])
     with pytest.raises(Failed, match=r"cannot read a dataset(.|\n)*peer closed connection"):
-        list(read(source, 0, None, ReadOptions(), Counter()))
+        list(Reader(ReadOptions(), Counter()).read(source))
     with pytest.raises(WrongUse, match="no dataset is named"):
         expand_inputs(["datasets:"])
 
@@ -213,7 +213,7 @@ def test_a_split_of_a_single_table_is_refused(tmp_path: Path) -> None:
     for split in (None, "test"):
         datasets.Dataset.from_dict({"text": ["a row"]}, split=split).save_to_disk(str(tmp_path / f"{split}"))
         [source] = expand_inputs([str(tmp_path / f"{split}")])
-        assert next(read(source, 0, None, ReadOptions(), Counter())).texts == ["a row"]
+        assert next(Reader(ReadOptions(), Counter()).read(source)).texts == ["a row"]
         with pytest.raises(WrongUse, match=r"no split 'valid'(.|\n)*single table"):
-            list(read(source, 0, None, ReadOptions(split="valid"), Counter()))
-    assert next(read(source, 0, None, ReadOptions(split="test"), Counter())).texts == ["a row"]
+            list(Reader(ReadOptions(split="valid"), Counter()).read(source))
+    assert next(Reader(ReadOptions(split="test"), Counter()).read(source)).texts == ["a row"]

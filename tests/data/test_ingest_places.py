@@ -12,11 +12,9 @@ import pytest
 from throughline.core.artifact import chain
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.data.ingest import dedup as dedup_module
-from throughline.data.ingest import readers
-from throughline.data.ingest import task_plan as plan_module
 from throughline.data.ingest import tasks as tasks_module
 from throughline.data.ingest import tokenize as tokenize_module
-from throughline.data.ingest.readers import DocumentBatch, ReadOptions
+from throughline.data.ingest.readers import DocumentBatch, Reader, ReadOptions
 from throughline.data.ingest.tasks import Encoder, run_task
 from throughline.data.ingest.text import PIECE_BYTES
 from throughline.data.ingest.tokenize import Work, make_plan, tokenize
@@ -182,13 +180,15 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 ) -> None:
     """By tokenising and by removing duplicates; nothing of it is committed."""
 
-    def growing(*arguments, **more):
-        yield from readers.read(*arguments, **more)
+    real = Reader.read
+
+    def growing(*arguments):
+        yield from real(*arguments)
         with open(tmp_path / "t.txt", "a") as file:
             file.write("and more")
 
     (tmp_path / "t.txt").write_text("some text here\n\n" * 50)
-    monkeypatch.setattr(plan_module, "read", growing)
+    monkeypatch.setattr(Reader, "read", growing)
     for work in (
         lambda: tokenize([str(tmp_path / "t.txt")], place / "bpe", tmp_path / "out"),
         lambda: dedup_module.dedup([str(tmp_path / "t.txt")], tmp_path / "out", ReadOptions()),

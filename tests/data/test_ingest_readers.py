@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data.ingest import formats, readers
 from throughline.data.ingest.inputs import expand_inputs
-from throughline.data.ingest.readers import ReadOptions, read
+from throughline.data.ingest.readers import Reader, ReadOptions
 from throughline.data.ingest.text import cut_place
 from throughline.data.ingest.tokenize import make_plan
 from throughline.data.new_tokenizer import train_tokenizer
@@ -33,7 +33,7 @@ def documents(path: Path, cuts: list[int], options: ReadOptions) -> tuple[list[s
     bounds = [0, *sorted(set(cuts)), None]
     for start, stop in pairwise(bounds):
         going = False
-        for texts, continues in read(source, start, stop, options, counts):
+        for texts, continues in Reader(options, counts).read(source, start, stop):
             texts = list(texts)
             if going:
                 found[-1] += texts.pop(0)
@@ -91,7 +91,7 @@ def test_long_line_is_cut_before_white_space(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text(f"first\n{words}\nlast\n")
     [source] = expand_inputs([str(tmp_path / "t.txt")])
     counts: Counter[str] = Counter()
-    batches = list(read(source, 0, None, ReadOptions(documents="line", piece_bytes=1000), counts))
+    batches = list(Reader(ReadOptions(documents="line", piece_bytes=1000), counts).read(source))
     pieces = [text for batch in batches for text in batch.texts]
     assert max(map(len, pieces)) <= 1000 and counts["long"] == 1 and counts["forced_cuts"] == 3
     joined = "".join(pieces)
@@ -307,7 +307,7 @@ def test_columns_of_any_name_and_progress_in_bytes_of_the_file(tmp_path: Path) -
     pq.write_table(pa.table({"meta.text": texts, "other": texts}), tmp_path / "t.parquet", row_group_size=500)
     [source] = expand_inputs([str(tmp_path / "t.parquet")])
     told: list[int] = []
-    batches = list(read(source, 0, None, ReadOptions(field="meta.text"), Counter(), told.append))
+    batches = list(Reader(ReadOptions(field="meta.text"), Counter(), told.append).read(source))
     assert [text for batch in batches for text in batch.texts] == texts
     assert 0.5 * source.bytes < sum(told) <= source.bytes
 
@@ -327,7 +327,7 @@ def test_datasets_streamed_split_and_without_text(tmp_path: Path) -> None:
     def texts(name: str, **options) -> list[str]:
         [source] = expand_inputs([name])
         return [
-            text for batch in read(source, 0, None, ReadOptions(**options), Counter()) for text in batch.texts
+            text for batch in Reader(ReadOptions(**options), Counter()).read(source) for text in batch.texts
         ]
 
     assert texts(f"datasets:{tmp_path / 'hub'}") == [row["text"] for row in rows]
@@ -362,13 +362,15 @@ def test_datasets_are_read_in_parts(tmp_path: Path) -> None:
         tasks = plan.tasks()
         assert len(tasks) >= least
         spans = [(plan.sources[span.source], span) for task in tasks for span in task.spans]
-        batches = [read(source, span.start, span.stop, plan.options, Counter()) for source, span in spans]
+        batches = [
+            Reader(plan.options, Counter()).read(source, span.start, span.stop) for source, span in spans
+        ]
         assert [text for part in batches for batch in part for text in batch.texts] == [
             row["text"] for row in rows
         ]
     (tmp_path / "hub" / "train-4.jsonl").write_text('{"text": "a row of today"}\n')
     with pytest.raises(Refused, match="has changed while it was read"):
-        list(read(plan.sources[0], 0, 1, plan.options, Counter()))
+        list(Reader(plan.options, Counter()).read(plan.sources[0], 0, 1))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -376,7 +378,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     [source] = expand_inputs([str(tmp_path / "t.txt")])
     (tmp_path / "t.txt").unlink()
     with pytest.raises(ThroughlineError, match=r"cannot open an input(.|\n)*t\.txt"):
-        list(read(source, 0, None, ReadOptions(), Counter()))
+        list(Reader(ReadOptions(), Counter()).read(source))
 
 
 @pytest.mark.parametrize("end", ["\n", " \r\n  "])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.data.ingest.inputs import expand_inputs
-from throughline.data.ingest.readers import ReadOptions, read
+from throughline.data.ingest.readers import Reader, ReadOptions
 from throughline.data.tokenizer import Tokenizer
 
 
@@ -14,7 +14,7 @@ def texts(path: Path, field: str = "text") -> tuple[list[str], Counter[str]]:
     counts: Counter[str] = Counter()
     [source] = expand_inputs([str(path)])
     return [
-        text for batch in read(source, 0, None, ReadOptions(field=field), counts) for text in batch.texts
+        text for batch in Reader(ReadOptions(field=field), counts).read(source) for text in batch.texts
     ], counts
 
 
