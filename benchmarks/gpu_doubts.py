@@ -28,7 +28,7 @@ from throughline.models.attention import Documents, scaled_dot_product
 from throughline.models.config import BERTConfig, GPTConfig, ModelConfig, family_of
 from throughline.planner.layout import Layout
 from throughline.planner.memory import IN_A_STEP, stage_memory
-from throughline.planner.work import Work, find_software, layouts_of
+from throughline.planner.work import Layouts, Work, find_software
 from throughline.train.engine import Engine
 from throughline.train.loss import Words, head_loss_sum
 from throughline.train.objective import prepare
@@ -242,7 +242,7 @@ def memory(device: torch.device) -> str:
     free, total = torch.cuda.mem_get_info()
     software = replace(find_software("throughline", precision), saves_between=False, evaluated_tokens=0)
     (stage,) = stage_memory(
-        Work(config, 8, 1024), layouts_of(Layout(), 4, "none", False), software, IN_A_STEP
+        Work(config, 8, 1024), Layouts.of(Layout(), 4, "none", False), software, IN_A_STEP
     )
     planned = max(stage["moments"].values()) - stage["terms"]["runtime"]
     beside = total - free - held  # other programs on the card are in it

@@ -90,7 +90,7 @@ def command() -> None:
 @option(
     "--cased/--uncased",
     None,
-    "For WordPiece: keep capitals and accents (default: no; an import's own).",
+    "WordPiece keeps capitals and accents (default: no, or an import's own).",
     None,
 )
 @option(
@@ -264,7 +264,7 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
 @option(
     "--to target", click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), "Layout to write.", required=True
 )
-@option("--val-fraction", click.FloatRange(0, 0.5), "For nanogpt: share of the last tokens for val.bin.", 0.0)
+@option("--val-fraction", click.FloatRange(0, 0.5), "For nanogpt: last share of tokens, for val.bin.", 0.0)
 @option("--out", None, "Directory to write.", required=True)
 @throughline_command
 def export(store: str, target: Any, val_fraction: float, out: str) -> None:
@@ -285,7 +285,9 @@ def export(store: str, target: Any, val_fraction: float, out: str) -> None:
 @text_options
 @flag("--near", "Remove near duplicates too, by MinHash over word 5-grams.")
 @flag("--dry-run", "Count the duplicates and write nothing.")
-@option("--out", None, "Directory for the records that stay, as .jsonl.zst (not needed with --dry-run).")
+@option(
+    "--out", None, "Directory of the records that stay, as .jsonl.zst with all fields; not for --dry-run."
+)
 @throughline_command
 def dedup(inputs: tuple[str, ...], out: str | None, dry_run: bool, **given: Any) -> None:
     """Remove duplicate documents from text.

@@ -16,18 +16,7 @@ from ..planner.hardware import Cluster, find_cluster, require_network, this_mach
 from ..planner.run import Ramp, Run, grid_intensity
 from ..planner.search import Candidate, Found, Search, candidate_at, enumerate_layouts, find_or_offload
 from ..planner.traffic import with_compression
-from ..planner.work import (
-    AXES,
-    OPTIMIZERS,
-    PRECISIONS,
-    RECOMPUTES,
-    SHARDINGS,
-    Work,
-    find_software,
-    on_processor,
-    uncompiled,
-    with_optimizer,
-)
+from ..planner.work import AXES, OPTIMIZERS, PRECISIONS, RECOMPUTES, SHARDINGS, Work, find_software
 from ..train.recipes.new_recipe import usual_sections
 from ..train.recipes.recipe import Recipe
 from ..train.recipes.resolved import model_config, resolve
@@ -129,12 +118,12 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Searc
     if software.name == "throughline":
         software = dataclasses.replace(software, dropout=config.dropout > 0)
     if name := options["optimizer"] or (recipe and recipe.optimizer.name):
-        software = with_optimizer(software, name, config)
+        software = software.with_optimizer(name, config)
     if recipe is not None and software.name == "throughline":
         software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
         if recipe.train.compile == "off" and cluster.device != "cpu":
-            software = uncompiled(software)
-    software = on_processor(software) if cluster.device == "cpu" else software
+            software = software.uncompiled()
+    software = software.on_processor() if cluster.device == "cpu" else software
     return Search(work, cluster, software, gpus, read_fixed(options["fixed"])), recipe
 
 

@@ -18,7 +18,7 @@ from .run import Run, goodput, node_failures, nodes_of, run_facts, run_lines, sa
 from .schedule import pipeline_actions
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
 from .traffic import StepShape, held, traffic
-from .work import RECOMPUTES, Work, layouts_of
+from .work import RECOMPUTES, Layouts, Work
 
 KEY = (
     "T tensor, P pipeline, C context, D data, E expert: processes on each axis. micro: rows of a micro-batch. turns: "
@@ -259,7 +259,7 @@ def held_bytes(
     numbers = dataclasses.replace(batch.numbers, moments=number * slots / max(count, 1))
     software = dataclasses.replace(batch.software, precision=numbers)
     whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
-    layouts = layouts_of(layout, batch.rows, batch.recompute, batch.halves)
+    layouts = Layouts.of(layout, batch.rows, batch.recompute, batch.halves)
     work = Work(config, batch.micro_batches * batch.rows * layout.data, batch.length)
     terms = state_terms(config, layouts, numbers, whole, count)
     terms["host"] = sum(host_terms(work, layouts, software, count).values())

@@ -19,6 +19,12 @@ from .layout import Layout, Sharding
 from .tables import optimizer_numbers, parameter_shapes
 
 ADAM_BYTES = 36  # read and written for one parameter: gradient, weight, moments and master
+# below it the plain form of the loss is as fast, with a third array of logits in backward
+LARGE_VOCABULARY = 8192
+PROCESSOR_RUNTIME_BYTES = 435 * 2**20  # interpreter and torch, until `study` has measured it
+OPTIMIZERS = ("adamw", "lamb", "muon", "adafactor")
+# five Newton-Schulz iterations: X X', its square, their product with X; 5 x (4 a^2 b + 2 a^3) FLOPs of an a x b matrix
+MUON_FLOPS = 5 * 6
 
 
 @dataclass(frozen=True)
@@ -97,40 +103,29 @@ class Software:
     evaluated_tokens: int = 0  # in a batch of the validation inside the run; 0: there is none
     source: str = ""
 
+    def on_processor(self) -> "Software":
+        """The same where the host's processor computes: one memory holds everything."""
+        runtime = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
+        return replace(self, on_host=True, runtime_bytes=runtime, logits_at_once=2**26)
 
-# below it the plain form of the loss is as fast, with a third array of logits in backward
-LARGE_VOCABULARY = 8192
-PROCESSOR_RUNTIME_BYTES = 435 * 2**20  # interpreter and torch, until `study` has measured it
+    def uncompiled(self) -> "Software":
+        """The same without a compiler: every step around a norm or an activation reads and writes for itself."""
+        return replace(self, fused_norms=False, fused_activation=False)
 
-
-def on_processor(software: Software) -> Software:
-    """The same program where the host's processor computes: one memory holds everything."""
-    runtime = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
-    return replace(software, on_host=True, runtime_bytes=runtime, logits_at_once=2**26)
-
-
-def uncompiled(software: Software) -> Software:
-    """The same program without a compiler: every step around a norm or an activation reads and writes for itself."""
-    return replace(software, fused_norms=False, fused_activation=False)
+    def with_optimizer(self, name: str, config: ModelConfig) -> "Software":
+        """With another optimizer: its numbers, LAMB's two reads for norms, Muon's iterations over the width."""
+        shapes, numbers = parameter_shapes(config).items(), self.precision
+        slots = sum(optimizer_numbers(name, parameter, shape) for parameter, shape in shapes)
+        moments = numbers.moments / 2 * slots / config.parameter_count()
+        moved = ADAM_BYTES + 2 * (moments - numbers.moments) + 8 * (name == "lamb")
+        flops = float(MUON_FLOPS * config.width * (name == "muon"))
+        precision = replace(numbers, moments=moments)
+        return replace(self, precision=precision, optimizer_bytes=moved, orthogonal_flops=flops)
 
 
 NARROW = ("fp8", "mxfp8", "nvfp4")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", *NARROW)
 NUMBERS = {"half": HALF, "autocast": AUTOCAST, "apex": APEX}
-OPTIMIZERS = ("adamw", "lamb", "muon", "adafactor")
-# five Newton-Schulz iterations: X X', its square, their product with X; 5 x (4 a^2 b + 2 a^3) FLOPs of an a x b matrix
-MUON_FLOPS = 5 * 6
-
-
-def with_optimizer(software: Software, name: str, config: ModelConfig) -> Software:
-    """The program with another optimizer: its numbers, LAMB's two reads for norms, Muon's iterations over the width."""
-    shapes, numbers = parameter_shapes(config).items(), software.precision
-    slots = sum(optimizer_numbers(name, parameter, shape) for parameter, shape in shapes)
-    moments = numbers.moments / 2 * slots / config.parameter_count()
-    moved = ADAM_BYTES + 2 * (moments - numbers.moments) + 8 * (name == "lamb")
-    flops = MUON_FLOPS * config.width if name == "muon" else 0.0
-    precision = replace(numbers, moments=moments)
-    return replace(software, precision=precision, optimizer_bytes=moved, orthogonal_flops=float(flops))
 
 
 @cache
@@ -199,6 +194,21 @@ class Layouts:
     replicas: Number = 1  # hybrid sharding: groups of data processes that each hold a whole copy
     given: Layout | None = None  # of a recipe that says which layers each stage has; None: an even split
 
+    @classmethod
+    def of(cls, layout: Layout, micro_rows: int, recompute: str, offload: bool) -> "Layouts":
+        """A recipe's layout; one that says which layers each stage has by its own schedule."""
+        return cls(
+            *(layout.tensor, layout.pipeline, layout.data, layout.context),
+            micro_rows,
+            layout.stages_per_process,
+            SHARDINGS.index(layout.sharding),
+            RECOMPUTES.index(recompute),
+            int(offload),
+            layout.expert,
+            1 if layout.sharding == "replicated" else layout.replicas,
+            layout if layout.pipeline > 1 and layout.layers_per_stage else None,
+        )
+
     @property
     def split(self) -> tuple[int, ...]:
         """Layers of each process of a pipeline whose split is given, else ()."""
@@ -258,21 +268,6 @@ class Layouts:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name not in ("replicas", "given"))
-
-
-def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
-    """A recipe's layout as the planner takes it; one that says which layers each stage has by its own schedule."""
-    return Layouts(
-        *(layout.tensor, layout.pipeline, layout.data, layout.context),
-        micro_rows,
-        layout.stages_per_process,
-        SHARDINGS.index(layout.sharding),
-        RECOMPUTES.index(recompute),
-        int(offload),
-        layout.expert,
-        1 if layout.sharding == "replicated" else layout.replicas,
-        layout if layout.pipeline > 1 and layout.layers_per_stage else None,
-    )
 
 
 def has_experts(config: ModelConfig) -> float:

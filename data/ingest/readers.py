@@ -58,7 +58,7 @@ def splittable(source: Source, options: ReadOptions) -> bool:
 
 @dataclass(frozen=True)
 class Reader:
-    """Documents as `options` say, cleaned and counted in `counts`; `on_bytes` is told the bytes that are taken of files.
+    """Documents as `options` say, cleaned and counted in `counts`; `on_bytes` is told the bytes taken of files.
 
     Raises Failed for a file that is cut, damaged or not text, and for a record without the field.
     """

@@ -12,7 +12,7 @@ from throughline.planner.memory import FRAGMENTATION, device_terms, needed_bytes
 from throughline.planner.search import Search, candidate_at, find_layouts, fit_in, why_not
 from throughline.planner.serve import PAGE, RUNTIME_BYTES, serve
 from throughline.planner.traffic import context_sends, tensor_sends
-from throughline.planner.work import Work, find_software, layouts_of
+from throughline.planner.work import Layouts, Work, find_software
 
 GPT = preset("gpt3-1.3b")  # 24 layers, 16 heads of 128
 OURS = find_software("throughline", "bf16")
@@ -31,7 +31,7 @@ def test_what_a_process_holds(seed: int) -> None:
     replicas = 2 if data == 4 and sharding != "replicated" and draw.random() < 0.5 else 1
     rows = draw.choice((1, 2))
     layout = Layout(data, tensor, pipeline, context, sharding, replicas)  # type: ignore[arg-type]
-    terms = device_terms(WORK, layouts_of(layout, rows, "none", False), OURS)
+    terms = device_terms(WORK, Layouts.of(layout, rows, "none", False), OURS)
     layer, table = GPT.block_parameters(), GPT.vocab_size * GPT.width
     rest = GPT.parameter_count() - GPT.layers * layer
     held = (GPT.layers // pipeline * layer + (rest if pipeline == 1 else table + rest % GPT.width)) / tensor
@@ -65,7 +65,7 @@ def test_what_a_process_holds(seed: int) -> None:
     worst = max(worst, 2 * part + 2 * done * table / tensor) if sliced else worst
     here = worst + 4 * tokens * GPT.width / tensor
     assert terms["logits"] == (pytest.approx(here, rel=1e-9) if alone else 0)
-    last = device_terms(WORK, layouts_of(layout, rows, "none", False), OURS, -1)
+    last = device_terms(WORK, Layouts.of(layout, rows, "none", False), OURS, -1)
     assert last["logits"] == pytest.approx(here, rel=1e-9) and last["activations"] <= terms["activations"]
 
 
@@ -73,7 +73,7 @@ def test_moments_of_a_step_are_not_added_up() -> None:
     """Full recomputation keeps inputs and one layer at work; logits and that layer, a validation and an update live
     at different times: the larger of them counts.
     """
-    layouts = layouts_of(Layout(), 4, "full", False)
+    layouts = Layouts.of(Layout(), 4, "full", False)
     software = replace(OURS, evaluated_tokens=2048)
     terms = device_terms(WORK, layouts, software)
     tokens = 4 * 2048
@@ -114,7 +114,7 @@ def test_updates_are_of_what_a_process_owns() -> None:
     bandwidth = cluster.chip.bandwidth_gb_s * 1e9 * FITTED.memory_fraction
     for layout, owned in ((Layout(data=4), count), (Layout(data=4, sharding="zero1"), count / 4)):
         for offload, speed in ((False, bandwidth), (True, HOST_UPDATE_BYTES_PER_S)):
-            parts = step_time(WORK, layouts_of(layout, 1, "none", offload), cluster, OURS)
+            parts = step_time(WORK, Layouts.of(layout, 1, "none", offload), cluster, OURS)
             assert float(parts["optimizer"]) == pytest.approx(36 * owned / speed, rel=1e-9)
             assert (parts["offload exposed"] > 0) == offload
 
@@ -123,7 +123,7 @@ def test_no_more_hides_than_there_is_to_hide_behind() -> None:
     """Gradients hide behind half of a backward at most: one of a micro-batch's two passes, or two of three."""
     slow = replace(find_cluster("dgx-a100-80gb"), node_gb_s=1e-3, chips_per_node=4096)
     for recompute, share in (("none", 1 / 2), ("full", 2 / 3)):
-        layouts = layouts_of(Layout(data=2), 1, recompute, False)
+        layouts = Layouts.of(Layout(data=2), 1, recompute, False)
         hidden, bare = (
             step_time(WORK, layouts, replace(slow, constants=replace(FITTED, overlap=overlap)), OURS)
             for overlap in (0.5, 0.0)

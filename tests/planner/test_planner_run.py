@@ -26,7 +26,7 @@ from throughline.planner.run import (
 )
 from throughline.planner.search import Search, find_layouts, simplest_first, usual_worlds
 from throughline.planner.view import compared, write_comparison
-from throughline.planner.work import Work, find_software, layouts_of, with_optimizer
+from throughline.planner.work import Layouts, Work, find_software
 
 CONFIG = preset("sc21-1.7b")
 
@@ -104,9 +104,9 @@ def test_optimizers_have_their_own_times_and_states() -> None:
     """LAMB reads weight and update once more, 8 bytes; Muon keeps one number less of the blocks' matrices and computes
     five iterations of 6 a^3 FLOPs of a square matrix.
     """
-    asked, layouts = search(), layouts_of(Layout(data=16), 4, "none", False)
+    asked, layouts = search(), Layouts.of(Layout(data=16), 4, "none", False)
     plain = find_software("throughline", "bf16")
-    adamw, lamb, muon = (with_optimizer(plain, name, CONFIG) for name in ("adamw", "lamb", "muon"))
+    adamw, lamb, muon = (plain.with_optimizer(name, CONFIG) for name in ("adamw", "lamb", "muon"))
     assert adamw == plain and lamb.optimizer_bytes == plain.optimizer_bytes + 8
     square = CONFIG.layers * CONFIG.block_matrix_parameters()
     kept = 4 * (2 - square / CONFIG.parameter_count())
@@ -121,7 +121,7 @@ def test_optimizers_have_their_own_times_and_states() -> None:
 
 def test_narrow_products_speed_the_blocks_alone() -> None:
     """fp8 on an H100: products of the blocks at its fp8 rate, logits and attention as in bf16, and casts besides."""
-    cluster, layouts = find_cluster("dgx-h100"), layouts_of(Layout(data=8), 4, "none", False)
+    cluster, layouts = find_cluster("dgx-h100"), Layouts.of(Layout(data=8), 4, "none", False)
     work = Work(preset("llama-8b"), 64, 8192)
     half, narrow = (
         step_time(work, layouts, cluster, find_software("nemo", name)) for name in ("bf16", "fp8")

@@ -22,7 +22,7 @@ from throughline.planner.memory import needed_bytes, stage_memory
 from throughline.planner.schedule import Event, simulate
 from throughline.planner.tables import Coordinates
 from throughline.planner.traffic import held
-from throughline.planner.work import Work, find_software, layouts_of
+from throughline.planner.work import Layouts, Work, find_software
 
 
 def closed_form(micro_batches: int, stages: Sequence[float], turns: int = 1) -> float:
@@ -92,7 +92,7 @@ def test_a_given_split_is_priced_as_it_runs(split: tuple[int, ...]) -> None:
     """
     layout = Layout(pipeline=3, layers_per_stage=split)
     software = replace(find_software("throughline", "bf16"), pass_bytes=0)
-    work, layouts = Work(GPT, 32, 1024), layouts_of(layout, 1, "none", False)
+    work, layouts = Work(GPT, 32, 1024), Layouts.of(layout, 1, "none", False)
     cluster, share = replace(find_cluster("dgx-a100-80gb"), constants=FREE), Share(1, 1024)
     lists = (
         layer_kernels(GPT, share, software),
@@ -113,9 +113,9 @@ def test_memory_of_a_given_split_is_that_of_each_process(split: tuple[int, ...])
     activations by the layers of each process and the micro-batches that it holds: 3, 2 and 1.
     """
     layout, software = Layout(pipeline=3, layers_per_stage=split), find_software("throughline", "bf16")
-    work, layouts = Work(GPT, 32, 1024), layouts_of(layout, 1, "none", False)
+    work, layouts = Work(GPT, 32, 1024), Layouts.of(layout, 1, "none", False)
     stages = stage_memory(work, layouts, software)
-    even = stage_memory(work, layouts_of(Layout(pipeline=3), 1, "none", False), software)[0]["terms"]
+    even = stage_memory(work, Layouts.of(Layout(pipeline=3), 1, "none", False), software)[0]["terms"]
     for rank, stage in enumerate(stages):
         weights = 2 * held(GPT, layout, Coordinates(pipeline=rank))
         assert stage["terms"]["weights"] == pytest.approx(weights, rel=0.015)
@@ -129,7 +129,7 @@ def test_an_even_split_costs_what_it_costs_ungiven() -> None:
     """The bubble within 0.5 %: its closed form leaves the tables of the first stage out."""
     software, cluster = find_software("throughline", "bf16"), find_cluster("dgx-a100-80gb")
     given, plain = (
-        step_time(Work(GPT, 32, 1024), layouts_of(layout, 1, "none", False), cluster, software)
+        step_time(Work(GPT, 32, 1024), Layouts.of(layout, 1, "none", False), cluster, software)
         for layout in (Layout(pipeline=3, layers_per_stage=(8, 8, 8)), Layout(pipeline=3))
     )
     for name, value in given.items():
@@ -143,7 +143,7 @@ def test_the_bubble_of_the_time_model_is_that_of_the_lists(pipeline: int, turns:
     schedule = "interleaved-1f1b" if turns > 1 else "1f1b"
     layout = Layout(pipeline=pipeline, schedule=schedule, stages_per_process=turns)  # type: ignore[arg-type]
     cluster = replace(find_cluster("dgx-a100-80gb"), constants=FREE)
-    parts = step_time(work, layouts_of(layout, 1, "none", False), cluster, software)
+    parts = step_time(work, Layouts.of(layout, 1, "none", False), cluster, software)
     busy = sum(parts[name] for name in ("matrix products", "attention", "memory-bound kernels"))
     share = Share(1, 1024)
     head = sum_of(kernel_times(head_kernels(GPT, share, software, 1024), cluster, software))

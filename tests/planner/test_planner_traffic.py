@@ -11,7 +11,7 @@ from throughline.planner.cost import step_time
 from throughline.planner.hardware import FITTED, Cluster
 from throughline.planner.layout import Layout, layout_problems
 from throughline.planner.traffic import StepShape, traffic
-from throughline.planner.work import Work, layouts_of
+from throughline.planner.work import Layouts, Work
 
 # links of a byte a second and nothing that hides behind work: seconds of an axis are the bytes that a process sends
 BYTES = replace(FITTED, link_fraction=1.0, network_fraction=1.0, start_s=0.0, overlap=0.0)
@@ -74,7 +74,7 @@ def test_seconds_at_a_byte_a_second_are_the_bytes_of_the_account(seed: int) -> N
     """
     layout, shape, work = drawn(seed)
     ranks = [sent_bytes(layout, shape, work, rank) for rank in range(layout.pipeline)]
-    layouts = layouts_of(layout, shape.rows, shape.recompute, False)
+    layouts = Layouts.of(layout, shape.rows, shape.recompute, False)
     parts = step_time(work, layouts, CLUSTER, shape.software)
     for axis, part in AXES.items():
         near = 1e-9 if axis == "context" else 0.05

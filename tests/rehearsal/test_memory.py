@@ -15,7 +15,7 @@ from test_layouts import shapes_are_agreed  # noqa: F401
 from throughline.planner.layout import Layout
 from throughline.planner.memory import IN_A_STEP, stage_memory
 from throughline.planner.traffic import prepared_places
-from throughline.planner.work import Work, find_software, layouts_of
+from throughline.planner.work import Layouts, Work, find_software
 
 SMALL = {"layers": 12, "width": 768, "heads": 12, "sequence_length": 1024}  # GPT-2 124M
 LARGE = {"layers": 24, "width": 2048, "heads": 16, "sequence_length": 2048}  # GPT-3 1.3B
@@ -56,7 +56,7 @@ def test_the_planner_predicts_what_the_allocator_gives(name):
     places = prepared_places(micro, config.sequence_length, 0.15)[1] / (micro * config.sequence_length)
     share = places if family == "bert" else 1.0
     work = Work(config, micro * steps * layout.data, config.sequence_length, share)
-    first = stage_memory(work, layouts_of(layout, micro, "none", False), software, IN_A_STEP)[0]
+    first = stage_memory(work, Layouts.of(layout, micro, "none", False), software, IN_A_STEP)[0]
     planned = max(first["moments"].values()) - first["terms"]["runtime"]
     print(f"{name}: {peak / 2**20:.0f} MiB, planned {planned / peak - 1:+.1%}")
     assert abs(planned / peak - 1) <= BOUND

@@ -18,18 +18,7 @@ from ...planner.layout import ZERO_BUBBLE, default_micro_rows
 from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
 from ...planner.report import layout_report
 from ...planner.traffic import StepShape, prepared_places, with_compression
-from ...planner.work import (
-    LARGE_VOCABULARY,
-    PROCESSOR_RUNTIME_BYTES,
-    Layouts,
-    Software,
-    Work,
-    find_software,
-    layouts_of,
-    on_processor,
-    uncompiled,
-    with_optimizer,
-)
+from ...planner.work import LARGE_VOCABULARY, PROCESSOR_RUNTIME_BYTES, Layouts, Software, Work, find_software
 from .recipe import ObjectiveSection, Recipe
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and Windows'
@@ -168,14 +157,14 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
-    software = with_optimizer(software, recipe.optimizer.name, config)
+    software = software.with_optimizer(recipe.optimizer.name, config)
     splits = layout.schedule in ZERO_BUBBLE and layout.pipeline > 1
     if splits or (train.compile == "off" and device != "cpu"):
-        software = uncompiled(software)
+        software = software.uncompiled()
     if splits:  # priced by its own lists
         stages = tuple(len(layout.layers_of(stage, config.layers)) for stage in range(layout.stages))
         layout = dataclasses.replace(layout, layers_per_stage=stages)
-    layouts = layouts_of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
+    layouts = Layouts.of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
     evaluated = train.sequence_length * evaluated_rows(device, config.vocab_size, train.sequence_length)
     software = dataclasses.replace(
         software,
@@ -187,7 +176,7 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     )
     software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
     if device == "cpu":
-        software = on_processor(software)
+        software = software.on_processor()
     return work, layouts, software
 
 
