@@ -12,7 +12,7 @@ import numpy as np
 from ..models.config import BERTConfig, ModelConfig
 from . import traffic
 from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
-from .hardware import Cluster, Constants
+from .hardware import Cluster
 from .kernels import Kernel, head_kernels, layer_kernels, share_of, table_kernels
 from .schedule import given_bubble
 from .tables import BUCKET_BYTES, is_tied
@@ -118,10 +118,6 @@ class Step:
         return self.work.config
 
     @property
-    def constants(self) -> Constants:
-        return self.cluster.constants
-
-    @property
     def micro_batches(self) -> Number:
         return self.work.micro_batches(self.layouts)
 
@@ -157,7 +153,7 @@ class Step:
 
     def parts(self) -> dict[str, Number]:
         """Seconds by part."""
-        layouts, software, constants = self.layouts, self.software, self.constants
+        layouts, software, constants = self.layouts, self.software, self.cluster.constants
         full, selective, count = layouts.recompute == 2, layouts.recompute == 1, self.micro_batches
         saved = software.saves_products  # else selective recomputation repeats the attention core alone
         repeated = {"product": (1 - saved) * (saved > 0), "memory": 1.0 * (saved > 0), "attention": 0.0}
@@ -201,11 +197,9 @@ class Step:
         return parts
 
     def bubble_time(self, spent: Number, layer: Number, table: Number, head: Number) -> Number:
-        """Seconds that the slowest process waits in a step: of a given split as its lists run, else m t_max + (sum t -
-        t_max) / v (Narayanan et al. 2021, section 2.2, for stages that differ) less what it works.
-        """
+        """Seconds that the slowest process waits in a step (Narayanan et al. 2021, section 2.2, but uneven stages)."""
         layouts = self.layouts
-        if layouts.given is not None:
+        if layouts.given is not None:  # by simulating the lists that run
             forward = 1 / (2 + (layouts.recompute == 2))
             ends, count = (float(table), float(head)), round(self.micro_batches)
             return given_bubble(layouts.given, float(layer), ends, count, forward)
@@ -220,7 +214,7 @@ class Step:
         offloaded = np.asarray(self.layouts.offload) > 0
         updated = owned * self.software.optimizer_bytes
         moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
-        exposed = np.maximum(moved - self.constants.overlap * backward, 0.1 * moved)
+        exposed = np.maximum(moved - self.cluster.constants.overlap * backward, 0.1 * moved)
         bandwidth = memory_bandwidth(self.cluster)
         layers = self.layouts.layers_on(self.config)[0]
         # every holder of a part of a matrix computes Muon's iterations on the whole
@@ -245,7 +239,7 @@ class Step:
         ):
             price = all_reduce if kind == "all-reduce" else gather
             seconds = seconds + price(size, self.layouts.tensor, 1, self.cluster, calls)
-        return seconds * (1 - self.constants.overlap * self.software.overlap_tensor)
+        return seconds * (1 - self.cluster.constants.overlap * self.software.overlap_tensor)
 
     def partial_time(self) -> Number:
         """Seconds of the gradients that our engine sums over the tensor axis once a step, beside the tables."""
@@ -267,8 +261,8 @@ class Step:
     def issue_time(self) -> Number:
         """Seconds of the host to issue the mean layer forward, less what graphs issue at once."""
         software, one_by_one = self.software, not self.software.fused_experts
-        experts = has_experts(self.config) * one_by_one * self.constants.expert_issue_s
-        layer = self.constants.issue_s * np.where(self.layouts.tensor > 1, 1.25, 1.0)
+        experts = has_experts(self.config) * one_by_one * self.cluster.constants.expert_issue_s
+        layer = self.cluster.constants.issue_s * np.where(self.layouts.tensor > 1, 1.25, 1.0)
         return (layer * (not software.graphed) + experts) * (software.graphed != "step")
 
     def expert_time(self, layers: Number, busy: Number) -> Number:
@@ -280,7 +274,7 @@ class Step:
         stride = 1 if self.software.layer_sums else tensor * layouts.context
         copies = getattr(self.config, "experts_per_token", 0) * self.software.rows_once
         seconds = layers * all_to_all(size, layouts.expert, stride, self.cluster, calls, copies)
-        hidden = self.constants.expert_overlap * self.software.overlap_experts * busy
+        hidden = self.cluster.constants.expert_overlap * self.software.overlap_experts * busy
         return np.maximum(seconds - hidden, 0.0)
 
     def hop_time(self) -> Number:
@@ -298,12 +292,10 @@ class Step:
         return all_reduce(table * self.summed_number, ends, apart, self.cluster)
 
     def data_time(self, spent: Number, backward: Number) -> Number:
-        """Exposed seconds of gradients, behind the backwards that they follow, and of sharded weights, behind a
-        forward; of both behind the whole step where every weight is gathered for each micro-batch.
-        """
+        """Exposed seconds of gradients, behind the backwards that they follow, and of weights, behind a forward."""
         config, layouts, software = self.config, self.layouts, self.software
         count, numbers, shards = self.micro_batches, software.precision, layouts.shards
-        machine, alone, overlap = self.cluster, software.one_ring, self.constants.overlap
+        machine, alone, overlap = self.cluster, software.one_ring, self.cluster.constants.overlap
         experts, others = layer_parameters(config)
         layers = layouts.layers_on(config)[0]
         of_experts, in_layers = layers * experts / layouts.expert, layers * others / layouts.tensor
@@ -331,6 +323,7 @@ class Step:
         unhidden = np.maximum(summed - hides * backward * sums, 0.0)
         unhidden = unhidden + np.maximum(back - hides * (spent - backward), 0.0)
         streamed, total = back + summed, count * spent
+        # every weight is gathered for each micro-batch: all behind the whole step
         full = np.maximum(streamed - overlap * total, (1 - overlap) * np.minimum(streamed, total))
         return np.where((layouts.pipeline == 1) & (layouts.sharding == 3), full, unhidden)
 

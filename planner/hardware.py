@@ -110,10 +110,7 @@ def require_network(cluster: Cluster, chips: int) -> None:
 
 
 def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
-    """The cluster of that name. Raises WrongUse naming the nearest ones.
-
-    An entry of the TOML file `overrides` replaces fields of the shipped one of the same key, or makes a new one.
-    """
+    """The cluster of that name; what the file `overrides` says of it comes before the shipped. Raises WrongUse."""
     own = _read_overrides(overrides) if overrides else {}
     known = _chips(own.get("chips", {}), overrides)
     shipped = shipped_table("clusters.toml")
@@ -150,9 +147,7 @@ def _read_overrides(file: Path) -> dict[str, dict[str, dict]]:
 
 
 def this_machine(processes: int = 1) -> Cluster:
-    """The machine this runs on: its first GPU's chip, or its processor shared by `processes`, whose peaks are guessed
-    until `throughline study` has measured them: what it wrote is named by THROUGHLINE_CALIBRATION.
-    """
+    """Its first GPU's chip, or its processor shared by `processes`, guessed until `throughline study` measures."""
     here = machine()
     memory = here.cpu.memory_bytes / 2**30
     if here.gpus and here.gpus[0].chip:

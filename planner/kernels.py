@@ -257,9 +257,8 @@ def table_kernels(config: ModelConfig, share: Share, software: Software) -> list
 
 
 def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[str, Number]:
-    """Bytes that one layer keeps for backward, by term (Korthikanti et al. 2022, equations 1 and 2).
-
-    With two-byte numbers and the GPT-2 shape they add up to S B W (34 + 5 A S / W), 34 without scores.
+    """Bytes that one layer keeps for backward, by term (Korthikanti et al. 2022, equations 1, 2): with two-byte numbers
+    and the GPT-2 shape they add up to S B W (34 + 5 A S / W), 34 without scores.
     """
     size, tokens, width = software.precision.activation, share.tokens, config.width
     whole = share.tensor if software.sequence_parallel else 1

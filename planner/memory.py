@@ -78,12 +78,6 @@ def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number
     return software.evaluated_tokens * (8.0 * config.vocab_size + layer) / layouts.tensor
 
 
-def largest_group(config: ModelConfig, layouts: Layouts) -> Number:
-    """Parameters that are gathered, or moved by offload, at once: a layer's, or the token table."""
-    experts, others = layer_parameters(config)
-    return np.maximum(experts + others, config.vocab_size * config.width) / layouts.tensor
-
-
 def state_terms(
     config: ModelConfig, layouts: Layouts, numbers: Precision, held: Number, owned: Number
 ) -> dict[str, Number]:
@@ -91,7 +85,9 @@ def state_terms(
     alone, offload = layouts.pipeline == 1, np.asarray(layouts.offload) > 0
     streamed, scattered = (layouts.sharding == 3) & alone, (layouts.sharding >= 2) & alone
     updated = (layouts.shards > 1) & ~streamed & (numbers.master == 0)  # fp32 shards beside the whole weights
-    at_once = np.where(layouts.world == 1, np.minimum(held, largest_group(config, layouts)), held)
+    # gathered, or moved by offload, at once: a layer, or the token table
+    largest = np.maximum(sum(layer_parameters(config)), config.vocab_size * config.width) / layouts.tensor
+    at_once = np.where(layouts.world == 1, np.minimum(held, largest), held)
     kept = np.where(scattered, owned, held) * numbers.gradient
     gradients = np.where(offload, at_once * numbers.activation, kept)
     # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
@@ -186,7 +182,7 @@ def needed_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
     """Bytes that the fullest process needs on its chip; where the chip is the host, with what offload puts there."""
     places = range(len(layouts.split)) if layouts.split else (0, -1)
     peaks = [peak_bytes(device_terms(work, layouts, software, place)) for place in places]
-    on_host = host_bytes(work, layouts, software) if software.on_host else 0.0
+    on_host = sum(host_terms(work, layouts, software).values()) if software.on_host else 0.0
     return np.maximum.reduce(np.broadcast_arrays(*peaks)) + on_host
 
 
@@ -243,8 +239,3 @@ def host_terms(
         "gradient sums": np.where(summed, owned * master, 0.0),
         "update scratch": np.where(~np.asarray(summed) & (numbers.master > 0), unit * master, 0.0),
     }
-
-
-def host_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
-    """Bytes of the host's memory that offload takes for one process."""
-    return sum(host_terms(work, layouts, software).values())

@@ -42,7 +42,7 @@ def candidate_facts(search: Search, candidate: Candidate, run: Run) -> dict[str,
         "offload": bool(candidate.layouts.offload),
         "step_seconds": candidate.seconds,
         "tokens_per_second": work.tokens / candidate.seconds,
-        **flops_facts(work, candidate, cluster, search.software),
+        **flops_facts(search, candidate),
         "needed_gib": candidate.needed_bytes / 2**30,
         "host_gib": candidate.host_bytes / 2**30,
         "days": days,
@@ -77,7 +77,21 @@ def ranked(found: Found, run: Run) -> Told:
     others = neighbours(search, best[0])
     reasons = [(name, why_not(best[0], other, found.capacity)) for name, other in others]
     told = [{"step": name, "reason": reason} for name, reason in reasons]
-    facts = {**search_facts(found), "layouts": rows, "neighbours": told}
+    facts = {
+        "chips": search.world,
+        "cluster": search.cluster.key,
+        "chip": search.cluster.chip.key,
+        "software": search.software.name,
+        "rows": search.work.rows,
+        "length": search.work.length,
+        "parameters": search.work.config.parameter_count(),
+        "active_parameters": active_parameters(search.work.config),
+        "legal": len(found.seconds),
+        "fit": int(found.fits.sum()),
+        "capacity_gib": found.capacity / 2**30,
+        "layouts": rows,
+        "neighbours": told,
+    }
     legal = f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit in {amount(found.capacity, 'B')}"
     lines = [f"{asked(search)}; {legal}", "", *table(*ranked_cells(rows, search.cluster.currency))]
     if reasons:
@@ -113,24 +127,6 @@ def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], 
         )
         for row in rows
     ]
-
-
-def search_facts(found: Found) -> dict[str, Any]:
-    """What was asked and how much was looked at."""
-    search = found.search
-    return {
-        "chips": search.world,
-        "cluster": search.cluster.key,
-        "chip": search.cluster.chip.key,
-        "software": search.software.name,
-        "rows": search.work.rows,
-        "length": search.work.length,
-        "parameters": search.work.config.parameter_count(),
-        "active_parameters": active_parameters(search.work.config),
-        "legal": len(found.seconds),
-        "fit": int(found.fits.sum()),
-        "capacity_gib": found.capacity / 2**30,
-    }
 
 
 def explain(search: Search, candidate: Candidate, run: Run) -> Told:

@@ -141,9 +141,7 @@ def run_seconds(search: Search, candidate: Candidate, run: Run) -> float:
 
 
 def saves_of(search: Search, candidate: Candidate, run: Run) -> tuple[float, float, float, float]:
-    """What goodput asks of a run: seconds of a save's copy to the host and of a restart, days of a repair, seconds
-    until all nodes together have written a save.
-    """
+    """What goodput asks of a run: seconds of a save's copy and a restart, days of a repair, seconds to write."""
     cluster, config = search.cluster, search.work.config
     owned = float(candidate.layouts.owned_parameters(config, search.software))
     copied = SAVED_BYTES * owned / (cluster.host_gb_s * 1e9)
@@ -152,9 +150,7 @@ def saves_of(search: Search, candidate: Candidate, run: Run) -> tuple[float, flo
 
 
 def run_facts(search: Search, candidate: Candidate, run: Run) -> dict[str, Any]:
-    """Days of the steps, and with failures, with their span by the prediction's band and the least and most failures
-    seen; money, energy and carbon. Empty without tokens.
-    """
+    """Days, with failures and a span by band and rates, money, energy and carbon; nothing without tokens."""
     if not run.tokens:
         return {}
     cluster, world, nodes = search.cluster, search.world, nodes_of(search)

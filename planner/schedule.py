@@ -29,12 +29,9 @@ class Action:
 
 def pipeline_actions(layout: Layout, micro_batches: int) -> list[list[Action]]:
     """The actions of every pipeline rank, in order; layout and micro-batches must be legal (`layout_problems`)."""
-    ranks = range(layout.pipeline)
-    if layout.schedule == "zero-bubble-v":
-        return [_zero_bubble_v(layout.pipeline, micro_batches, rank) for rank in ranks]
-    if layout.schedule.startswith("interleaved"):
-        return [_interleaved(layout, micro_batches, rank) for rank in ranks]
-    return [_one_stage(layout, micro_batches, rank) for rank in ranks]
+    make = _interleaved if layout.schedule.startswith("interleaved") else _one_stage
+    make = _zero_bubble_v if layout.schedule == "zero-bubble-v" else make
+    return [make(layout, micro_batches, rank) for rank in range(layout.pipeline)]
 
 
 def _one_stage(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
@@ -78,12 +75,12 @@ def _interleaved(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
     return actions + ([make("W", index) for index in range(max(total - rank, 0), total)] if split else [])
 
 
-def _zero_bubble_v(pipeline: int, micro_batches: int, rank: int) -> list[Action]:
+def _zero_bubble_v(layout: Layout, micro_batches: int, rank: int) -> list[Action]:
     """The V: a process alternates between the stage `rank` on the way down and its mirror on the way up. Made for at
     least 2 x pipeline - 1 micro-batches; of fewer, the others are left out.
     """
-    down, up = rank, 2 * pipeline - 1 - rank
-    enough = max(2 * pipeline - 1, micro_batches)
+    pipeline, down = layout.pipeline, rank
+    up, enough = 2 * pipeline - 1 - rank, max(2 * pipeline - 1, micro_batches)
     actions: list[Action] = []
     count = {(stage, kind): 0 for stage in (down, up) for kind in ("F", "I", "W")}
 
@@ -123,9 +120,7 @@ class Event:
 def simulate(
     layout: Layout, micro_batches: int, forward: Sequence[float], backward: Sequence[float], hop: float = 0.0
 ) -> list[Event]:
-    """The events of one step, in the order in which they start on each process. `forward` and `backward` are the
-    seconds of each stage; a backward split in two halves takes half of its time in each.
-    """
+    """The events of one step, by `forward` and `backward` seconds of each stage; each half of a backward takes half."""
     lists = pipeline_actions(layout, micro_batches)
     ended: dict[tuple[str, int, int], float] = {}
     free, done, events = [0.0] * len(lists), [0] * len(lists), []
@@ -168,9 +163,8 @@ def simulate(
 def given_bubble(
     layout: Layout, layer: float, ends: tuple[float, float], micro_batches: int, forward: float
 ) -> float:
-    """Seconds that the slowest process waits in one step of a given split, by simulating the lists that run: closed
-    forms are for equal stages. `layer` seconds of a layer for a micro-batch, `ends` of the tables and the head;
-    `forward` is the forward's share of them.
+    """Seconds that the slowest process waits in a step of a given split, by simulation: of a `layer` and of both `ends`
+    with a micro-batch, of which `forward` is the forward's share.
     """
     last = layout.stages - 1
     stages = [

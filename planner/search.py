@@ -17,7 +17,7 @@ import numpy as np
 from .cost import step_time
 from .hardware import FITTED, Cluster, shipped_table
 from .layout import Layout, divisors, layout_problems
-from .memory import capacity_bytes, host_bytes, needed_bytes
+from .memory import capacity_bytes, host_terms, needed_bytes
 from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Software, Work
 
 NEAR = 0.02  # of the step time: closer layouts are taken for as fast
@@ -158,7 +158,7 @@ def find_layouts(search: Search, count: int = 8) -> Found:
     parts = step_time(search.work, layouts, search.cluster, search.software)
     seconds = sum(np.broadcast_to(part, np.shape(layouts.tensor)) for part in parts.values())
     needed = needed_bytes(search.work, layouts, search.software)
-    fits = fit_in(search, needed, host_bytes(search.work, layouts, search.software))
+    fits = fit_in(search, needed, sum(host_terms(search.work, layouts, search.software).values()))
     best: list[Candidate] = []
     seen = set()
     for index in np.argsort(np.where(fits, seconds, np.inf), kind="stable"):
@@ -195,7 +195,7 @@ def candidate_at(search: Search, layouts: Layouts) -> Candidate:
     times = step_time(search.work, layouts, search.cluster, search.software)
     parts = {name: float(value) for name, value in times.items()}
     needed = float(needed_bytes(search.work, layouts, search.software))
-    host = float(host_bytes(search.work, layouts, search.software))
+    host = float(sum(host_terms(search.work, layouts, search.software).values()))
     return Candidate(layouts, sum(parts.values()), parts, needed, host, bool(fit_in(search, needed, host)))
 
 
@@ -269,16 +269,16 @@ def usual_worlds(node: int, most: int) -> list[int]:
     return sorted(world for world in parts | {n * node for n in nodes} if world <= most)
 
 
-def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: Software) -> dict[str, float]:
+def flops_facts(search: Search, candidate: Candidate) -> dict[str, float]:
     """FLOP/s of a chip and shares of the peak of the blocks' products: MFU leaves recomputation out, HFU counts it."""
-    world, config = float(candidate.layouts.world), work.config
+    work, config = search.work, search.work.config
     model = config.flops_per_token(work.length) * work.tokens
     core = 4 * config.layers * work.length * config.heads * config.head_size * work.tokens
     blocks = config.blocks_flops_per_token(work.length) * work.tokens / 3
     hardware = model + (0.0, core, blocks)[int(candidate.layouts.recompute)]
-    dtype, rates = software.precision.narrow or software.precision.compute, cluster.chip.tflops
-    peak = (rates.get(dtype) or max(rates.values())) * 1e12
-    rate = candidate.seconds * world
+    numbers, rates = search.software.precision, search.cluster.chip.tflops
+    peak = (rates.get(numbers.narrow or numbers.compute) or max(rates.values())) * 1e12
+    rate = candidate.seconds * float(candidate.layouts.world)
     return {
         "model_tflops": model / rate / 1e12,
         "hardware_tflops": hardware / rate / 1e12,

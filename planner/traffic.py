@@ -62,9 +62,7 @@ class Traffic:
 
 
 def prepared_places(rows: int, length: int, fraction: float) -> tuple[int, int]:
-    """The step in which places for masked-token logits are prepared, a quarter of the most targets of such rows, and
-    the places that the most targets get.
-    """
+    """The step in which places for masked-token logits are prepared, a quarter of the most targets, and their most."""
     most = max(rows * math.ceil(length * fraction), 1)
     step = -(-most // 4)
     return step, -(-most // step) * step
@@ -76,10 +74,8 @@ def held(config: ModelConfig, layout: Layout, place: Coordinates) -> int:
 
 
 def traffic(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int) -> list[Traffic]:
-    """The collectives of one step (forward, backward, gradients) on the processes of a pipeline rank.
-
-    Left out are the few numbers of losses, counts and the norm, and that a zero-bubble schedule gathers the
-    gradients of row-cut matrices again for each backward that it splits.
+    """The collectives of one step on the processes of a pipeline rank; without the few numbers of losses and the norm,
+    and what a zero-bubble schedule gathers again for each backward that it splits.
     """
     axes = _tensor_traffic, _row_traffic, _pipeline_traffic, _data_traffic
     found = itertools.chain.from_iterable(axis(config, layout, batch, pipeline_rank) for axis in axes)
@@ -188,9 +184,8 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank:
 def expert_sends(
     config: ModelConfig, numbers: Precision, tokens: Number, tensor: Number, again: Number
 ) -> tuple[Number, Number]:
-    """Calls and bytes of the exchanges of tokens with their experts' processes, in one mean layer and micro-batch: rows
-    there and answers back, as often in backward, and in a repeated forward, each tensor rank for its part of the rows.
-    """
+    """Calls and bytes of the exchanges of rows with their experts' processes, in one mean layer and micro-batch."""
+    # there and back, as often in backward and in a repeated forward, by each tensor rank for its part of the sequence
     calls, copies = has_experts(config) * (4 + 2 * again), getattr(config, "experts_per_token", 0)
     return calls, calls * tokens / tensor * copies * config.width * numbers.sent
 

@@ -43,9 +43,8 @@ def write_plan(path: Path, found: Found, facts: dict[str, Any], run: Run) -> Non
         files |= {"trace.json": json.dumps(chrome_trace(events))} if events else {}
         for name, text in files.items():
             (draft.path / name).write_text(text, encoding="utf-8")
-        draft.facts |= {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
-        draft.facts["best"] = best.describe()
-        draft.facts["step_seconds"] = best.seconds
+        plain = {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
+        draft.facts |= plain | {"best": best.describe(), "step_seconds": best.seconds}
 
 
 def days_by_chips(found: Found, run: Run) -> list[tuple[int, float]]:
@@ -182,15 +181,14 @@ def compared(choices: list[tuple[str, Search, Candidate, Run]], by: str) -> tupl
     """Facts and lines of the comparison, best choice first. Raises WrongUse where the best cannot be told."""
     found = []
     for name, search, best, run in choices:
-        facts = candidate_facts(search, best, run)
-        cluster = search.cluster
+        cluster, facts = search.cluster, candidate_facts(search, best, run)
         facts |= {"name": name, "cluster": cluster.name, "capacity_gib": cluster.chip.memory_gib}
-        facts["priced"] = price_told(cluster)
-        found.append(facts)
+        found.append(facts | {"priced": price_told(cluster)})
     key = DECIDES[by]
     if unknown := [facts["name"] for facts in found if facts["run"][key] is None]:
-        what = "price" if by == "cost" else "power"
-        fix = "CHIPS:CLUSTER:PRICE, or --by days" if by == "cost" else "--by days or cost"
+        what, fix = (
+            ("price", "CHIPS:CLUSTER:PRICE, or --by days") if by == "cost" else ("power", "--by days or cost")
+        )
         raise WrongUse(f"no {what} is known of {', '.join(unknown)}", where=f"--by {by}", fix=fix)
     found.sort(key=lambda facts: facts["run"][key])
     reasons = [{"name": facts["name"], "reason": why_lost(found[0], facts, by)} for facts in found[1:]]

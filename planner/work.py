@@ -138,9 +138,7 @@ def _table() -> dict[str, Software]:
 
 
 def find_software(name: str, compute: str = "") -> Software:
-    """The program of that name, in another dtype: fp32 and tf32 keep everything in 4 bytes, fp64 in 8; fp8 and narrower
-    ones are for the products of the blocks, the rest is in bf16. Raises WrongUse.
-    """
+    """The program of that name, in another dtype; below 16 bits that of the blocks' products alone. Raises WrongUse."""
     if name not in _table():
         raise WrongUse(f"no software {name!r}", where="--software", fix="one of " + ", ".join(_table()))
     software = _table()[name]
