@@ -212,10 +212,9 @@ class Step:
         owned = self.layouts.owned_parameters(self.config, self.software)
         numbers = self.software.precision
         offloaded = np.asarray(self.layouts.offload) > 0
-        updated = owned * self.software.optimizer_bytes
+        updated, bandwidth = owned * self.software.optimizer_bytes, memory_bandwidth(self.cluster)
         moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
         exposed = np.maximum(moved - self.cluster.constants.overlap * backward, 0.1 * moved)
-        bandwidth = memory_bandwidth(self.cluster)
         layers = self.layouts.layers_on(self.config)[0]
         # every holder of a part of a matrix computes Muon's iterations on the whole
         matrices = self.config.block_matrix_parameters()

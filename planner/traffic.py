@@ -148,14 +148,12 @@ def data_passes(sharding: Number, pipeline: Number, micro_batches: Number) -> tu
 @functools.lru_cache(maxsize=32)
 def partial_parameters(config: ModelConfig) -> tuple[int, int, int]:
     """Parameters whose gradients the tensor axis sums: of a layer without experts, of the first and the last stage."""
-    first, last = (
-        [
-            spec
-            for spec in shard_specs(config, Layout(tensor=2, pipeline=2), Coordinates(stage))
-            if spec.placement == "partial" and not is_of_experts(spec.name)
-        ]
-        for stage in (0, 1)
-    )
+
+    def partial(stage: int) -> list[ShardSpec]:
+        specs = shard_specs(config, Layout(tensor=2, pipeline=2), Coordinates(stage))
+        return [spec for spec in specs if spec.placement == "partial" and not is_of_experts(spec.name)]
+
+    first, last = partial(0), partial(1)
     layer = sum(spec.box.numel for spec in first if spec.name.startswith("blocks.0."))
     rest = [sum(spec.box.numel for spec in specs if "blocks." not in spec.name) for specs in (first, last)]
     return layer, rest[0], rest[1]

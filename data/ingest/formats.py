@@ -188,7 +188,7 @@ def _hub_name(name: str) -> tuple[str, str, str]:
 
 
 def pinned(name: str) -> str:
-    """A dataset of the hub at its commit of now, if its name has none, for days of reading. Raises Failed."""
+    """A dataset of the hub at its present commit, unless its name has one: it may be read for days. Raises Failed."""
     repository, revision, config = _hub_name(name)
     if revision or Path(repository).exists():
         return name
