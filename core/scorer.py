@@ -25,8 +25,8 @@ def common(rows: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class Question:
-    """Pairs (context ids, continuation ids) that are answered together, mostly one context with its choices. All contexts
-    begin with `shared` tokens: questions that begin alike and are asked behind one another compute them once.
+    """Pairs (context ids, continuation ids) that are answered together, mostly one context with its choices. All
+    contexts begin with `shared` tokens: questions that begin alike and are asked behind one another compute them once.
     """
 
     pairs: tuple[tuple[Ids, Ids], ...]
