@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from ...models.sentence import Sentence
 from .accounts import ServerLimits, Watch
 from .api_types import CompletionBody, Generation, Message
 from .channel import Made, Read, Work
-from .encoding import TOKEN_CHARACTERS, Encoding, Reader, check_ids, check_known
+from .encoding import TOKEN_CHARACTERS, Encoding, Outputs, Reader, check_ids, check_known
 from .generation import Job, TextDelta, prompt_ids
 from .remote import Answer, Remote
 
@@ -200,9 +200,9 @@ class ServedModel:
         texts = [framed(text) if isinstance(text, str) else text for text in texts]
         return [self.reader.frame({"input": text}, truncate, want=(want,)) for text in texts]
 
-    async def read(self, texts: Sequence[Encoding], watch: Watch) -> list[dict[str, np.ndarray]]:
+    async def read(self, texts: Sequence[Encoding], watch: Watch) -> list[Outputs]:
         """What the encoder says of each text: the named outputs, or for masks the best tokens."""
-        found: dict[int, dict[str, np.ndarray]] = {}
+        found: dict[int, Outputs] = {}
         async with aclosing(self._answers(texts, watch, sum(len(text.ids) for text in texts))) as answers:
             async for number, read in answers:
                 if read is None:
@@ -266,13 +266,12 @@ class ChatTemplate:
         self.source, self._tokenizer, self._names = source, tokenizer, names
         added = tokenizer.config.get("added_tokens") or []
         self._special = {token["content"]: int(token["id"]) for token in added}
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._any_special = _any_of(longest_first)
+        self._any_special = _any_of(self._special)
         usual_ends = (*TURN_ENDS, names["eos_token"])
         self.ends = tuple(name for name, i in self._special.items() if name in usual_ends or i in ends)
         # What a model says of itself, such as `</think>`, stays in its own earlier answers: templates look for it.
         said = {token["content"] for token in added if not token.get("special", True)} - {*self.ends}
-        self._not_said = _any_of([name for name in longest_first if name not in said])
+        self._not_said = _any_of(self._special.keys() - said)
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -325,8 +324,9 @@ def _object(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _json(value: Any, indent: int | None = None, **_: Any) -> str:
