@@ -122,8 +122,7 @@ def embed(
         raise WrongUse("no such file", where=file, fix=fix)
     form = Path(out).suffix if out else ".jsonl"
     if form not in FORMS:
-        fix = f"name it {', '.join(FORMS)}"
-        raise WrongUse("embeddings are not written in this form", where=out, fix=fix)
+        raise WrongUse("embeddings are not written so", where=out, fix=f"name it {', '.join(FORMS)}")
     check_no_markup(file)
     if (suffix := Path(file).suffix) in RECORDS:
         if out is None:

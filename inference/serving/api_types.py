@@ -149,8 +149,7 @@ class Generation(Body, kw_only=True):
         schema: Any = {"type": "object"} if shape and shape.type == "json_object" else None
         if shape and shape.type == "json_schema":
             if shape.json_schema is None:
-                fix = "give json_schema.schema"
-                raise WrongUse("the schema is missing", where="response_format", fix=fix)
+                raise WrongUse("the schema is missing", where="response_format", fix="give json_schema")
             schema = shape.json_schema.schema
         choices = ["|".join(map(re.escape, one)) for one in (named.choice, self.guided_choice) if one]
         found = [{"json": one} for one in (schema, named.json, self.guided_json) if one is not None]

@@ -4,7 +4,6 @@ of the server.
 Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,8 +113,7 @@ class Reader:
             raise WrongUse("this model's tokenizer has no mask token", where="input")
         name = self.tokenizer.decode([mask_id])
         if name not in text:
-            fix = f"write {name} where a word is missing"
-            raise WrongUse("there is no mask in the text", where="input", fix=fix)
+            raise WrongUse("there is no mask in the text", where="input", fix=f"write {name} for a word")
         ids: list[int] = []
         for part in text.split(name):
             ids += [mask_id, *self.encode(part, "input")]
@@ -217,4 +215,4 @@ def embed(
 
 def unit(vector_H: np.ndarray) -> np.ndarray:
     """The vector scaled to length 1, float32."""
-    return (vector_H / max(math.sqrt(float(vector_H @ vector_H)), 1e-12)).astype(np.float32, copy=False)
+    return (vector_H / max(float(vector_H @ vector_H) ** 0.5, 1e-12)).astype(np.float32, copy=False)

@@ -14,9 +14,7 @@ import json
 import signal
 import socket
 import struct
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 import uvicorn
@@ -63,8 +61,6 @@ def refuse_new(listener: socket.socket) -> bool:
     A filter of packets (classic BPF, which needs no rights): the 14th byte of the TCP header, SYN without ACK. A client
     tries again after a second and finds the port closed. False where a kernel has no such thing.
     """
-    if sys.platform != "linux":
-        return False
     drop_syn = (
         (0x30, 0, 0, 13),  # load the byte of flags
         (0x54, 0, 0, 0x12),  # of which SYN and ACK
@@ -181,7 +177,7 @@ class DrainingServer(uvicorn.Server):
         self._server, self._drain_s, self._listener = server, drain_s, listener
         self._closing = False
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: Any) -> None:
         asyncio.get_running_loop().call_soon_threadsafe(self._drain, sig)
 
     def _drain(self, number: int) -> None:

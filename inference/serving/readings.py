@@ -1,8 +1,6 @@
 """The endpoints that read: embeddings, fill-mask, classify and rerank with a BERT, tokenize with any model."""
 
-import base64
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,10 +30,9 @@ async def embed(call: Call, body: api.EmbedBody) -> list[msgspec.Raw]:
 
     def told(vector_H: np.ndarray) -> msgspec.Raw:
         vector_H = unit(vector_H) if body.normalize else vector_H
-        if body.encoding_format == "float":
-            return msgspec.Raw(msgspec.json.encode(vector_H.tolist()))
-        floats = base64.b64encode(vector_H.astype("<f4").tobytes())  # little end first
-        return msgspec.Raw(b'"%b"' % floats)
+        # bytes become base64, little end first
+        value = vector_H.tolist() if body.encoding_format == "float" else vector_H.astype("<f4").tobytes()
+        return msgspec.Raw(msgspec.json.encode(value))
 
     return await call.beside(sum(map(len, vectors)), lambda: [*map(told, vectors)])
 
@@ -143,8 +140,8 @@ async def detokenize(call: Call, body: api.DetokenizeBody) -> dict[str, Any]:
 
 async def _read_all(call: Call, texts: list[Any], want: str, *how: Any) -> list[Outputs]:
     """This output of the model for each text of a body, which `frames` lays out so."""
-    make = partial(call.model.frames, texts, want, *how)
-    return await _read(call, await call.beside(sum(map(len, texts)), make))
+    framed = await call.beside(sum(map(len, texts)), lambda: call.model.frames(texts, want, *how))
+    return await _read(call, framed)
 
 
 async def _read(call: Call, texts: list[Encoding]) -> list[Outputs]:
