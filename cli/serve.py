@@ -131,9 +131,9 @@ def command(
     least to do.
 
     GPT: /v1/completions and, with a chat template, /v1/chat/completions. BERT: /v1/embeddings, /v1/fill-mask
-    and, with a classification head, /v1/classify and /v1/rerank. Also /v1/models, /tokenize, /detokenize,
-    /health, /ready, /metrics, /openapi.json, and a page to try them at /. SIGTERM answers what was accepted
-    and ends.
+    and, with a classification head, /v1/classify and /v1/rerank. A decoder whose modules.json says how it embeds:
+    /v1/embeddings alone. Also /v1/models, /tokenize, /detokenize, /health, /ready, /metrics, /openapi.json, and a
+    page to try them at /. SIGTERM answers what was accepted and ends.
 
     \b
     Example:  throughline serve gpt=my/gpt-onnx bert=my/bert-onnx

@@ -103,8 +103,9 @@ def generate(
 def embed(
     path: str, file: str, out: str | None, chunk: bool, field: str, options: "BackendOptions", **how: Any
 ) -> None:
-    """Embed every line of FILE (- = standard input) with the BERT at PATH, which is a run, checkpoint, model
-    directory, ONNX artifact, engine or .gguf file. The result is one JSON object per line, {"text", "embedding"}.
+    """Embed every line of FILE (- = standard input) with the model at PATH: a BERT, which is a run, checkpoint, model
+    directory, ONNX artifact, engine or .gguf file, or a decoder whose directory has a modules.json. The result is
+    one JSON object per line, {"text", "embedding"}.
 
     Of a file of records (.jsonl, .json, .csv, .tsv, .parquet) the --field of each is embedded and the other fields are
     kept; the same command continues a run that was stopped. The embedding is what the directory's modules.json says,

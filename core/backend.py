@@ -134,7 +134,9 @@ class OneCall:
 
 
 class EncoderBackend(Protocol):
-    """A BERT: all inputs (B, S); `mask` is bool with True for real tokens, at least one in every row."""
+    """A BERT, or a GPT that embeds: all inputs (B, S); `mask` is bool with True for real tokens, which come first, at
+    least one in every row.
+    """
 
     name: str
     device: str
@@ -151,8 +153,8 @@ class EncoderBackend(Protocol):
         self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
         """float32 outputs: `last_hidden_state` (B, S, H); `mlm_logits` (B, N, V) at the positions `ask`;
-        `sentence_embedding` (B, H), the mean over real tokens; `cls_embedding` (B, H), the first; with an NSP head
-        `pooler_output` (B, H) and `nsp_logits` (B, 2).
+        `sentence_embedding` (B, H), the mean over real tokens; `cls_embedding` (B, H), the first; asked for,
+        `last_embedding`; with an NSP head `pooler_output` (B, H) and `nsp_logits` (B, 2).
 
         `want`: those alone need come from the device to the host; a backend that has no `cls_embedding` gives the
         hidden states for it.

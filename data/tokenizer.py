@@ -145,15 +145,22 @@ class Tokenizer:
         return frozenset(token["id"] for token in added if token.get("special")) | {*self.special.values()}
 
     @cached_property
-    def puts_bos(self) -> bool:
-        """Whether the file's own habit is to put BOS before a text (Llama's is); `encode` never does."""
+    def framing(self) -> tuple[list[int], list[int]]:
+        """The ids that the file's own template puts before a text and behind it; `encode` never does."""
+        before, behind = list[int](), list[int]()
+        ids = before
         for step in _flatten(self._steps.get("post_processor"), "processors"):
             for piece in step.get("single") or []:
                 if special := piece.get("SpecialToken"):
-                    ids = step["special_tokens"][special["id"]]["ids"]
-                    return self.bos_id is not None and ids == [self.bos_id]
-                break
-        return False
+                    ids += step["special_tokens"][special["id"]]["ids"]
+                else:
+                    ids = behind
+        return before, behind
+
+    @property
+    def puts_bos(self) -> bool:
+        """Whether the file's own habit is to put BOS before a text (Llama's is)."""
+        return self.bos_id is not None and self.framing[0] == [self.bos_id]
 
     @cached_property
     def splits_at_space(self) -> bool:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ..core.errors import Failed, Refused, WrongUse
 from .bert import BERT, SPAN_LABELS, BERTWithHead, Head, HeadKind
-from .config import BERTConfig
+from .config import BERTConfig, GPTConfig
 from .families import Pair, families, head_pairs, pairs
 from .gpt import GPT
 from .huggingface_config import describe, read_config, unlike_ours
 from .init import empty_model, empty_with_head
+from .sentence import embeds
 
 State = dict[str, Tensor]
 Model = GPT | BERT | BERTWithHead
@@ -85,6 +86,9 @@ def load_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     name = (fields.get("architectures") or [""])[0]
     head = _read_head(fields, name, where)
     config, kind = read_config(fields, state, where), fields["model_type"]
+    headless = isinstance(config, GPTConfig) and f"{families()[kind].names.output}.weight" not in state
+    if headless and embeds(directory):  # for which no output matrix is saved
+        config = dataclasses.replace(config, tied=True)
     model: Model
     if head is None:
         model = empty_model(config, "cpu", dtype)

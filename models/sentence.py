@@ -3,11 +3,12 @@
 | file | what is read of it |
 |---|---|
 | modules.json | Transformer, Pooling and Normalize in this order; with anything else the directory is refused |
-| 1_Pooling/config.json | the mean over the tokens, or the first token ([CLS]); no other pooling is here |
+| 1_Pooling/config.json | the mean over the tokens, the first ([CLS]) or the last; no other pooling is here |
 | sentence_bert_config.json | `max_seq_length`, special tokens included, and `do_lower_case` |
 | config_sentence_transformers.json | the text that stands before every text (`prompts`, `default_prompt_name`) |
 
-A directory without modules.json has the mean. `embed` and the server scale every vector to length 1.
+A BERT's directory without modules.json has the mean; a decoder embeds only where there is one (Qwen3-Embedding), and
+generates elsewhere. `embed` and the server scale every vector to length 1.
 """
 
 import json
@@ -19,8 +20,8 @@ from ..core.errors import Refused, WrongUse
 from ..core.files import read_json
 
 Pooling = Literal["mean", "cls", "mean-normalised", "cls-normalised"]
-POOLINGS: dict[str, Literal["mean", "cls"]]
-POOLINGS = {"mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
+POOLINGS: dict[str, Literal["mean", "cls", "last"]]
+POOLINGS = {"mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls", "lasttoken": "last"}
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 
 
@@ -28,7 +29,7 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 class Sentence:
     """What becomes of a text before the model, and of the model's vectors behind it."""
 
-    pooling: Literal["mean", "cls"] = "mean"
+    pooling: Literal["mean", "cls", "last"] = "mean"
     normalised: bool = False
     longest: int | None = None  # tokens of a text with the special ones; None: the model's context
     lowercase: bool = False
@@ -64,8 +65,8 @@ class Sentence:
         wanted = asked or self.pooling
         if wanted == (self.pooling if self.inside else "mean"):
             return "sentence_embedding"
-        if wanted == "cls":
-            return "cls_embedding"
+        if wanted != "mean":
+            return f"{wanted}_embedding"
         fix = f"leave it out, or export the model again with --pooling {wanted}"
         raise WrongUse("the graph of this model pools [CLS] itself", where="pooling", fix=fix)
 
@@ -81,7 +82,7 @@ class Sentence:
         """The files, as sentence-transformers, TEI and vLLM read them too."""
         places = ["", "1_Pooling", "2_Normalize"][: 2 + self.normalised]
         kinds = [f"sentence_transformers.models.{kind}" for kind in ("Transformer", "Pooling", "Normalize")]
-        tokens = ("cls_token", "mean_tokens")
+        tokens = ("cls_token", "mean_tokens", "lasttoken")
         modes = {f"pooling_mode_{mode}": POOLINGS[mode] == self.pooling for mode in tokens}
         texts = {"max_seq_length": self.context(context), "do_lower_case": self.lowercase}
         chosen = next((name for name, text in self.prompts.items() if text == self.prompt), "default")
@@ -104,9 +105,14 @@ class Sentence:
 MEAN = Sentence()
 
 
+def embeds(folder: Path) -> bool:
+    """Whether a directory says how its model embeds: a decoder there reads texts, and writes none."""
+    return (folder / MODULES).is_file()
+
+
 def read_sentence(folder: Path) -> Sentence:
     """How the model in a directory embeds. Raises Refused for a way that is not here."""
-    if not (folder / MODULES).is_file():
+    if not embeds(folder):
         return MEAN
     where = folder / MODULES
     places = {module["type"].rpartition(".")[2]: module["path"] for module in read_json(where)}
@@ -127,7 +133,7 @@ def read_sentence(folder: Path) -> Sentence:
     return Sentence(_pooling(modes, pooling), "Normalize" in places, longest, lowercase, prompt, prompts)
 
 
-def _pooling(modes: dict[str, Any], where: Path) -> Literal["mean", "cls"]:
+def _pooling(modes: dict[str, Any], where: Path) -> Literal["mean", "cls", "last"]:
     switches = [name for name, on in modes.items() if name.startswith("pooling_mode_") and on is True]
     named = [name.removeprefix("pooling_mode_") for name in switches] or [modes.get("pooling_mode", "mean")]
     if named[1:] or named[0] not in POOLINGS:
@@ -136,5 +142,5 @@ def _pooling(modes: dict[str, Any], where: Path) -> Literal["mean", "cls"]:
 
 
 def _lacking(where: Path, why: str) -> Refused:
-    fix = "here a text's vector is the mean over its tokens or that of [CLS]; use sentence-transformers for this one"
+    fix = "here a text's vector is the mean over its tokens, or that of the first or last; use sentence-transformers"
     return Refused("this directory embeds in a way that is not here", where=where, why=why, fix=fix)

@@ -23,7 +23,7 @@ from ...models.bert import BERT, BERTWithHead, Head
 from ...models.config import GPTConfig, family_of
 from ...models.huggingface import to_huggingface
 from ...models.init import build_with_head
-from ...models.sentence import MEAN, Sentence, read_sentence
+from ...models.sentence import MEAN, Sentence, embeds, read_sentence
 from ..graphs import parity
 from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
 from ..graphs.graph_probe import check_fusion, first_bad_node, probe
@@ -125,8 +125,14 @@ def _exported(
     rows = None if text is None else read_rows(text, opened.tokenizer, length)
     if rows is not None:
         inputs.append(Input(rows.source, "foreign", rows.sha256))
+    directory = Path(opened.input.path)
+    sentence = read_sentence(directory)
+    reads = isinstance(opened.model.config, GPTConfig) and embeds(directory)
+    if kind != "model" and (reads or sentence.pooling == "last"):
+        what, fix = "a model that embeds like this runs in torch alone", "export it with --to huggingface"
+        raise Refused(what, where=path, why="it is a decoder, or pools by the last token", fix=fix)
     with create_artifact(out, kind, inputs=inputs, overwrite=overwrite) as draft:
-        export = Export(opened, draft, judging, device, rows, read_sentence(Path(opened.input.path)))
+        export = Export(opened, draft, judging, device, rows, sentence)
         fill(export, *given, **named)
         write_json(draft.path / "parity.json", export.report)
         draft.facts = {"family": family_of(opened.model.config)} | draft.facts | _parity_facts(export.report)

@@ -12,6 +12,7 @@ from ...core.files import read_json
 from ...models.bert import BERTWithHead
 from ...models.config import GPTConfig
 from ...models.huggingface import load_huggingface, to_huggingface
+from ...models.sentence import embeds
 from ..graphs.graph_options import Pooling
 from ..graphs.parity import BOUNDS, reference_of
 from ..runtimes.source import find_model
@@ -43,7 +44,10 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
             ids.setdefault("bos_token_id", ids["eos_token_id"])
         defaults = folder / "generation_config.json"
         write_json(defaults, ids | (read_json(defaults) if defaults.is_file() else {}))
-    elif not tuned or model.head.kind == "embedding":
+        wanted = embeds(Path(export.opened.input.path))
+    else:
+        wanted = not tuned or model.head.kind == "embedding"
+    if wanted:
         export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
     write_json(folder / "config.json", fields | ids)
     read_back = load_huggingface(folder).to(export.device)

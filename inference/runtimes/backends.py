@@ -23,7 +23,7 @@ from ...core.files import read_json
 from ...core.hardware import usable_cores
 from ...data.tokenizer import Tokenizer
 from ...models.config import FAMILIES, GPTConfig, ModelConfig
-from ...models.sentence import read_sentence
+from ...models.sentence import embeds, read_sentence
 from .bench import fastest
 from .onnx_causal import OnnxCausal
 from .onnx_session import PROFILE_ROWS, OnnxEncoder, check_version, open_session, profile_of
@@ -57,7 +57,7 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
         device = pick_device(options.device)
         opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
-        loaded = torch_backend(*opened, replace(options, runtime=runtime))
+        loaded = torch_backend(*opened, replace(options, runtime=runtime), embeds(found.directory))
         return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
     options = replace(options, runtime=check_options(options, *KINDS[kind]))
     if path.is_dir():
@@ -74,11 +74,14 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:
-    """The model at `path` with its tokenizer. Raises WrongUse when it has none or is not of this family ("": any)."""
+    """The model at `path` with its tokenizer: a "gpt" that generates, a "bert", which may be a GPT that embeds, or ""
+    for any. Raises WrongUse when it has none or is of the other kind.
+    """
     loaded = open_backend(path, options)
-    if family and loaded.family != family:
-        needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT"
-        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}")
+    if family and (loaded.causal is None) == (family == "gpt"):
+        reads = " that embeds, as its modules.json says" * (loaded.causal is None and loaded.family == "gpt")
+        needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT, or a modules.json"
+        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}{reads}")
     if loaded.tokenizer is None:
         raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
     return loaded, Tokenizer.load(loaded.tokenizer)
@@ -169,9 +172,13 @@ def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
 
 
 def torch_backend(
-    model: "GPT | BERT | BERTWithHead", tokenizer: Path | None, source: Input, options: BackendOptions = AUTO
+    model: "GPT | BERT | BERTWithHead",
+    tokenizer: Path | None,
+    source: Input,
+    options: BackendOptions = AUTO,
+    reads: bool = False,
 ) -> Loaded:
-    """The torch module behind the protocol of its family."""
+    """The torch module behind the protocol of its family, or of an encoder where a GPT `reads`."""
     from ...models.bert import BERTWithHead
     from ...models.gpt import GPT
     from .torch_backend import TorchCausal, TorchEncoder
@@ -184,6 +191,8 @@ def torch_backend(
     if compiled:
         fix = "leave --backend out"
         raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
+    if reads:
+        return Loaded(model.config, tokenizer, source, TorchEncoder(model))
     backend = TorchCausal(model, context_of(model.config, options), options.gpu_memory)
     return Loaded(model.config, tokenizer, source, backend)
 

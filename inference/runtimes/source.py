@@ -169,9 +169,9 @@ class Loaded:
     config: ModelConfig
     tokenizer: Path | None
     input: Input
-    backend: Any  # a `CausalBackend` or an `EncoderBackend`, as the family says
+    backend: Any  # a `CausalBackend` or an `EncoderBackend`
     classes: tuple[str, ...] = ()  # of a BERT fine-tuned to classify texts: the names of its `logits`
-    sentence: Sentence = MEAN  # how a BERT's outputs become the vector of a text
+    sentence: Sentence = MEAN  # how an encoder's outputs become the vector of a text
 
     @property
     def family(self) -> str:
@@ -179,8 +179,10 @@ class Loaded:
 
     @property
     def causal(self) -> CausalBackend | None:
-        return self.backend if self.family == "gpt" else None
+        """The backend of a GPT that generates."""
+        return self.backend if hasattr(self.backend, "step") else None
 
     @property
     def encoder(self) -> EncoderBackend | None:
-        return self.backend if self.family == "bert" else None
+        """The backend of a BERT, or of a GPT that embeds."""
+        return self.backend if self.causal is None else None

@@ -91,13 +91,13 @@ def rows_that_fit(device: torch.device, row_bytes: int, share: float) -> int:
 
 
 class TorchEncoder(OneCall):
-    """A BERT module with its pretraining heads or a fine-tuned one (`core.backend.EncoderBackend`). `compiled`: its
-    blocks through torch.compile.
+    """A BERT module with its pretraining heads or a fine-tuned one, or a GPT that embeds
+    (`core.backend.EncoderBackend`). `compiled`: its blocks through torch.compile.
     """
 
     name = "torch"
 
-    def __init__(self, model: BERT | BERTWithHead, compiled: bool = False) -> None:
+    def __init__(self, model: BERT | BERTWithHead | GPT, compiled: bool = False) -> None:
         self.model = model.eval()
         self._encoder = encoder = model.encoder if isinstance(model, BERTWithHead) else model
         self.vocab_size, self.context = encoder.config.vocab_size, encoder.config.sequence_length
@@ -114,10 +114,15 @@ class TorchEncoder(OneCall):
     ) -> dict[str, np.ndarray]:
         arrays = (ids_BS, types_BS, mask_BS, ask_BN)
         ids, types, mask, ask = (torch.from_numpy(np.ascontiguousarray(x)).to(self._device) for x in arrays)
-        hidden = self._hidden(ids, types if self._encoder.type_table is not None else None, mask)
+        if isinstance(self._encoder, GPT):
+            hidden = self._hidden(ids)  # padding stands to the right, where no token looks
+        else:
+            hidden = self._hidden(ids, types if self._encoder.type_table is not None else None, mask)
         real = mask[..., None].to(hidden.dtype)
         outputs = {"last_hidden_state": hidden, "sentence_embedding": (hidden * real).sum(1) / real.sum(1)}
         outputs["cls_embedding"] = hidden[:, 0]
+        if want is not None and "last_embedding" in want:
+            outputs["last_embedding"] = hidden[torch.arange(len(mask)), mask.sum(1) - 1]
         if want is None or not outputs.keys() >= set(want):
             outputs |= self._heads(hidden, ask)
         kept = outputs if want is None else {name: outputs[name] for name in want if name in outputs}
@@ -126,6 +131,8 @@ class TorchEncoder(OneCall):
     def _heads(self, hidden_BSH: torch.Tensor, ask_BN: torch.Tensor) -> dict[str, torch.Tensor]:
         """`logits`, or for a span `start_logits` and `end_logits`, of a fine-tuned model; else the pretraining's."""
         model = self.model
+        if isinstance(model, GPT):
+            return {}
         if isinstance(model, BERTWithHead):
             if not model.head.labels:
                 return {}

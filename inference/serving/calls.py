@@ -126,9 +126,9 @@ class Server:
         # A full queue is known before anything is tokenised.
         found.free(endpoint not in TOKENISING)
         if found not in fitting:
-            what = f"{found.name} is a {'GPT' if found.causal else 'BERT'} and does not answer {endpoint}"
-            why = "it has no chat template" if endpoint in CHATTING and found.causal else ""
-            raise WrongUse(what, where="model", why=why, fix=f"it answers {', '.join(found.endpoints)}")
+            what = f"{found.name} is a {found.facts['family'].upper()} and does not answer {endpoint}"
+            why = "it has no chat template" if wanted == "/v1/chat/completions" and found.causal else ""
+            raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
         return found
 
 

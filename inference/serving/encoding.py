@@ -1,4 +1,4 @@
-"""Reading texts with a BERT: special tokens, batches by length, embeddings, fill-mask. The synchronous half
+"""Reading texts with an encoder: special tokens, batches by length, embeddings, fill-mask. The synchronous half
 of the server.
 
 Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
@@ -72,13 +72,16 @@ class Reader:
             raise longer(f"{len(text):,} characters for {self.context:,} tokens", where)
 
     def frame(self, texts: Mapping[str, str | list[int]], truncate: bool = False, **asked: Any) -> Encoding:
-        """[CLS] text [SEP], and with a second one text [SEP]; each has the name that errors give it, and may be
-        ids. `truncate`: of each text as much as fits behind the others. `asked`: the fields of `Encoding`.
+        """[CLS] text [SEP], and with a second one text [SEP]; of a tokenizer without them what its file puts around a
+        text. Each has the name that errors give it, and may be ids. `truncate`: of each text as much as fits behind
+        the others. `asked`: the fields of `Encoding`.
 
         Raises WrongUse for a text that is empty, ids outside the vocabulary and what is longer than the context.
         """
         special = self.tokenizer.cls_id, self.tokenizer.sep_id
         before, behind = ([] if i is None else [i] for i in special)
+        if special == (None, None):
+            before, behind = self.tokenizer.framing
         ids, ends = before, []
         for where, text in texts.items():
             own = self.encode(text, where, truncate)
@@ -208,7 +211,8 @@ def embed(
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     vectors: dict[int, np.ndarray] = {}
     for batch in batches(order, lambda i: len(texts[i].ids), batch_limits(backend)):
-        answers = encode_batch(backend, [texts[i] for i in batch], pad_id)
+        asked = [msgspec.structs.replace(texts[i], want=(output,)) for i in batch]
+        answers = encode_batch(backend, asked, pad_id)
         vectors |= {i: unit(answer[output]) for i, answer in zip(batch, answers)}
     return np.stack([vectors[i] for i in range(len(texts))])
 

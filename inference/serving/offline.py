@@ -80,7 +80,7 @@ def embed_texts(
     truncate: bool = False,
     prompt: str | None = None,
 ) -> np.ndarray:
-    """Embeddings of the texts with the BERT at `path`, each of length 1, float32 (texts, width).
+    """Embeddings of the texts with the encoder at `path`, each of length 1, float32 (texts, width).
 
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     """

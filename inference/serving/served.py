@@ -95,7 +95,7 @@ class ServedModel:
 
     @property
     def causal(self) -> bool:
-        return self.facts.get("family") == "gpt"
+        return bool(self.facts) and not self.facts["outputs"]
 
     @property
     def endpoints(self) -> list[str]:

@@ -5,10 +5,13 @@ model, exports and back.
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+import torch
 from safetensors.torch import load_file, save_file
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused, WrongUse
@@ -17,9 +20,10 @@ from throughline.eval.opening import open_scorer
 from throughline.inference.exports.export import Judging, export_onnx
 from throughline.inference.exports.handover import export_huggingface
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.backends import open_backend, open_text_model
 from throughline.inference.serving.offline import embed_file, embed_texts
 from throughline.models.sentence import Sentence, read_sentence
+from tokenizers import processors
 
 CPU = BackendOptions(device="cpu", threads=1)
 QUIET = Judging(bench=False)
@@ -108,7 +112,7 @@ def test_length_case_and_prompt_are_the_directorys(sentence_dir) -> None:
             {},
             "cls_token and max_tokens",
         ),
-        ({"pooling_mode": "lasttoken"}, {}, "lasttoken"),
+        ({"pooling_mode": "weightedmean"}, {}, "weightedmean"),
         ({}, {"modules": [{"path": "2_Dense", "type": f"{KIND}Dense"}]}, "Dense"),
         ({}, {"modules": [{"path": "0_BERT", "type": f"{KIND}Transformer"}]}, "0_BERT"),
         (
@@ -144,6 +148,67 @@ def test_a_graph_that_pools_itself_gives_no_other_pooling(bert_dir: Path, tmp_pa
     assert sentence.output() == sentence.output("cls") == "sentence_embedding"
     with pytest.raises(WrongUse, match=r"pools \[CLS\] itself"):
         sentence.output("mean")
+
+
+PROMPTS = {"prompts": {"query": "Instruct: find\nQuery:", "document": ""}, "default_prompt_name": None}
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def decoder_dir(request: pytest.FixtureRequest, sentence_dir, gpt_dir: Path) -> Path:
+    """As Qwen3-Embedding is published: no output matrix, no prefix, an end-of-text token behind every text."""
+    transformers = pytest.importorskip("transformers")
+    folder = sentence_dir(MODES | {"pooling_mode_lasttoken": True}, config_sentence_transformers=PROMPTS)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "vocab_size": 304}
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**shape, tie_word_embeddings=request.param))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(number))
+    model.save_pretrained(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(gpt_dir / "tokenizer.json"))
+    end = "<|endoftext|>"
+    tokenizer.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_decoder_embeds_by_its_last_token(
+    decoder_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Texts of several lengths together, by `embed`, the server and a directory written back, as transformers has the
+    last token of each alone; and it neither generates nor becomes a graph, which would embed otherwise.
+    """
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3Model.from_pretrained(decoder_dir).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(decoder_dir / "tokenizer.json"))
+
+    def wanted(text: str) -> np.ndarray:
+        ids = tokenizer(text).input_ids
+        assert ids[-1] == 0
+        with torch.inference_mode():
+            vector = theirs(torch.tensor([[*ids[:63], 0] if len(ids) > 64 else ids])).last_hidden_state[0, -1]
+        return (vector / vector.norm()).numpy()
+
+    texts = ["A model reads", "text", "The quick brown fox jumps over the lazy dog"]
+    close = partial(np.testing.assert_allclose, atol=2e-6)
+    close(embed_texts(decoder_dir, texts, CPU), [wanted(text) for text in texts])
+    query = "Instruct: find\nQuery:text"
+    close(embed_texts(decoder_dir, ["text"], CPU, prompt="query")[0], wanted(query))
+    close(embed_texts(decoder_dir, ["dog " * 99], CPU, truncate=True)[0], wanted("dog " * 99))
+    export_huggingface(decoder_dir, tmp_path / "hf", QUIET)
+    close(embed_texts(tmp_path / "hf", texts, CPU, prompt="query")[1], wanted(query))
+
+    async def body(found) -> None:
+        request = {"model": "decoder", "input": texts[:2], "prompt_name": "query"}
+        answer = (await found.client.post("/v1/embeddings", json=request)).json()
+        close(answer["data"][1]["embedding"], wanted(query))
+        assert (await found.client.get("/v1/models")).json()["data"][0]["endpoints"] == ["/v1/embeddings"]
+
+    in_thread.run_with(monkeypatch, [f"decoder={decoder_dir}"], body)
+    with pytest.raises(WrongUse, match="generating needs a GPT"):
+        open_text_model(decoder_dir, "gpt", CPU)
+    with pytest.raises(Refused, match="in torch alone"):
+        export_onnx(decoder_dir, tmp_path / "onnx", judging=QUIET)
 
 
 @pytest.fixture
