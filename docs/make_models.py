@@ -71,8 +71,9 @@ What the columns say: *tensor*, *context*: the layouts with these axes, proven e
 where not; data, sharded and pipeline processes go with every family. *ONNX* is also what TensorRT, OpenVINO and Triton get. A `no` is a refusal by name
 before anything is computed; torch trains, evaluates, generates and serves every family. Of encoders *serve, eval* is embedding, reranking and masked
 words. A decoder whose directory has the `modules.json` of sentence-transformers (Qwen3-Embedding, E5-Mistral) embeds in the place of generating:
-`embed` and `serve` put around a text what its tokenizer does, pool by the last token or the mean, and take prompts by name. DeBERTa is refused: its attention adds products of contents and distances, which no kernel here has. `throughline plan` counts every field:
-parameters and products exactly, the norms of queries and keys, soft caps and ALiBi's dense masks as free.
+`embed` and `serve` put around a text what its tokenizer does, pool by the last token or the mean, and take prompts by name. DeBERTa is refused: its attention adds products of contents and
+distances, which no kernel here has. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys, soft caps
+and ALiBi's dense masks as free.
 
 ## Experts
 

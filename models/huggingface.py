@@ -86,9 +86,9 @@ def load_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     name = (fields.get("architectures") or [""])[0]
     head = _read_head(fields, name, where)
     config, kind = read_config(fields, state, where), fields["model_type"]
-    headless = isinstance(config, GPTConfig) and f"{families()[kind].names.output}.weight" not in state
-    if headless and embeds(directory):  # for which no output matrix is saved
-        config = dataclasses.replace(config, tied=True)
+    if isinstance(config, GPTConfig) and embeds(directory):  # for which an output matrix may not be saved
+        tied = config.tied or f"{families()[kind].names.output}.weight" not in state
+        config = dataclasses.replace(config, tied=tied)
     model: Model
     if head is None:
         model = empty_model(config, "cpu", dtype)

@@ -127,8 +127,8 @@ class Server:
         found.free(endpoint not in TOKENISING)
         if found not in fitting:
             what = f"{found.name} is a {found.facts['family'].upper()} and does not answer {endpoint}"
-            why = "it has no chat template" if wanted == "/v1/chat/completions" and found.causal else ""
-            raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
+            why = "it has no chat template" if endpoint in CHATTING and found.causal else ""
+            raise WrongUse(what, where="model", why=why, fix=f"it answers {', '.join(found.endpoints)}")
         return found
 
 
