@@ -55,19 +55,13 @@ def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length))
     real = np.arange(length) < np.array([[length], [min(REAL, length)]])
     places = np.tile(np.arange(length), (ROWS, 1))
-    values = {
-        "input_ids": ids,
-        "attention_mask": real.astype(np.int64),
-        "token_type_ids": np.zeros_like(ids),
-        "logit_positions": places,
-        "past_length": np.zeros(ROWS, np.int64),
-        "position_ids": places,
-    }
+    values = {"input_ids": ids, "attention_mask": real.astype(np.int64), "token_type_ids": np.zeros_like(ids)}
+    values |= {"logit_positions": places, "position_ids": places, "past_length": np.zeros(ROWS, np.int64)}
+    feeds = {}
     for given in session.get_inputs():
         capacity = 0 if given.name.startswith("past_key") else config.sequence_length
         shape = (ROWS, config.key_value_heads, capacity, config.head_size)
-        values.setdefault(given.name, np.zeros(shape, TYPES[given.type]))
-    feeds = {given.name: values[given.name] for given in session.get_inputs()}
+        feeds[given.name] = values.get(given.name, np.zeros(shape, TYPES[given.type]))
     return feeds, np.ones_like(real) if isinstance(config, GPTConfig) else real
 
 
