@@ -245,20 +245,15 @@ def _tensors(
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
         for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):
-            if architecture in ("llama", "smollm3") and part in mine:
-                values = _neighbours(values, heads)
+            if architecture in ("llama", "smollm3") and part in mine:  # halves of each head become neighbours
+                split = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+                values = split.swapaxes(1, 2).reshape(values.shape)
         if architecture in ("gptneox", "bloom") and "attn_qkv." in mine:  # query, key and value head by head
             apart = values.reshape(config.heads, 3, -1, *values.shape[1:])
             values = apart.swapaxes(0, 1).reshape(values.shape)
         if isinstance(config, GPTConfig) and config.norm_from_one and mine.endswith("norm.weight"):
             values = values + 1
         yield mine, np.ascontiguousarray(values, np.float32)
-
-
-def _neighbours(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (first half, second half) to pairs of neighbours."""
-    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return split.swapaxes(1, 2).reshape(values.shape)
 
 
 def _kind(name: str, values: np.ndarray, precision: GGUFPrecision) -> Any:
