@@ -252,6 +252,7 @@ def held_bytes(
     owned = [(spec.name, spec.box.size, spec.box.numel) for spec in tables.shard_specs(config, layout, place)]
     count, number = sum(numel for *_, numel in owned), batch.numbers.gradient
     slots = sum(tables.optimizer_numbers(optimizer, name, size) for name, size, _ in owned)
+    slots += batch.averages * count
     numbers = dataclasses.replace(batch.numbers, moments=number * slots / max(count, 1))
     software = dataclasses.replace(batch.software, precision=numbers)
     whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)

@@ -35,6 +35,7 @@ class StepShape:
     halves: bool = False  # copies sum their gradients in the dtype of the weights, as with offload
     scheme: str = "none"  # of compressed gradients, once their warm-up is over
     rank: int = 4  # of PowerSGD's factors
+    averages: bool = False  # of the weights, beside the optimizer's moments
 
     @property
     def software(self) -> Software:

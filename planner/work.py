@@ -112,12 +112,15 @@ class Software:
         """The same without a compiler: every step around a norm or an activation reads and writes for itself."""
         return replace(self, fused_norms=False, fused_activation=False)
 
-    def with_optimizer(self, name: str, config: ModelConfig) -> "Software":
-        """With another optimizer: its numbers, LAMB's two reads for norms, Muon's iterations over the width."""
+    def with_optimizer(self, name: str, config: ModelConfig, averages: bool = False) -> "Software":
+        """With another optimizer: its numbers, LAMB's two reads for norms, Muon's iterations over the width. `averages`
+        of the weights are a number more, for which these are read again.
+        """
         shapes, numbers = parameter_shapes(config).items(), self.precision
         slots = sum(optimizer_numbers(name, parameter, shape) for parameter, shape in shapes)
+        slots += averages * config.parameter_count()
         moments = numbers.moments / 2 * slots / config.parameter_count()
-        moved = ADAM_BYTES + 2 * (moments - numbers.moments) + 8 * (name == "lamb")
+        moved = ADAM_BYTES + 2 * (moments - numbers.moments) + 8 * (name == "lamb") + 4 * averages
         flops = float(MUON_FLOPS * config.width * (name == "muon"))
         precision = replace(numbers, moments=moments)
         return replace(self, precision=precision, optimizer_bytes=moved, orthogonal_flops=flops)

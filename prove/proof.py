@@ -23,6 +23,7 @@ from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..train.engine import Engine
 from ..train.objective import StepBatch, prepare, pretraining
+from ..train.optimizers.averages import averaged
 from ..train.optimizers.build import build_optimizer
 from ..train.parallel.mesh import Mesh, make_mesh, start_group
 from ..train.precision import HALVES, LossScaler, computing_dtype, wide_dtype
@@ -71,6 +72,7 @@ class Case:
     length: int = LENGTH  # of a row
     optimizer: str = "adamw"
     z_loss: float = 0.0
+    ema_decay: float = 0.0  # above 0 the averages of the parameters are compared in their place
 
     @property
     def config(self) -> ModelConfig:
@@ -79,7 +81,9 @@ class Case:
     def key(self) -> str:
         """What the single process depends on."""
         same = self.reference_rows, self.documents, self.steps, self.optimizer, self.rows, self.length
-        return repr((self.family, self.precision, *same, self.z_loss, sorted(self.model.items())))
+        return repr(
+            (self.family, self.precision, *same, self.z_loss, self.ema_decay, sorted(self.model.items()))
+        )
 
     def engine(self, mesh: Mesh) -> Engine:
         """The product's engine without values."""
@@ -173,6 +177,7 @@ def value_of(case: Case, name: str, shape: torch.Size) -> Tensor:
 def make_trainer(case: Case, engine: Engine) -> Trainer:
     """The product's trainer around an engine, with the product's optimizer."""
     section = {"name": case.optimizer, "learning_rate": LEARNING_RATE, "weight_decay": 0.1}
+    section |= {"ema_decay": case.ema_decay}
     sizes = {"steps": case.steps, "sequence_length": case.length, "batch_rows": case.rows}
     train = sizes | {"precision": case.precision}
     optimizer = build_optimizer(engine, build_recipe({"train": train, "optimizer": section}, Recipe))
@@ -201,7 +206,9 @@ def reference(case: Case) -> Reference:
         batch = prepare(make_rows(case, step), case.family, case.reference_rows, engine.device, 1.0)
         result = train_step(trainer, batch, 1.0, take)
         steps.append((result.loss, result.grad_norm))
-    return Reference(steps, gradients, {local.name: local.value.detach() for local in engine.local_shards})
+    with averaged(engine, trainer.optimizer):
+        ends = {local.name: local.value.detach().clone() for local in engine.local_shards}
+    return Reference(steps, gradients, ends)
 
 
 def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
@@ -235,7 +242,11 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
         result = train_step(trainer, own_rows(case, engine, step), 1.0, compare)
         errors.loss = _largest(errors.loss, abs(result.loss - loss))
         errors.norm = _largest(errors.norm, abs(result.grad_norm - norm) / norm)
-    _compare_parameters(engine, expected, case, errors)
+        if case.ema_decay and not step:  # what it gathers must not be trained with
+            with averaged(engine, trainer.optimizer):
+                engine.evaluate([make_rows(case, step)], 1.0)
+    with averaged(engine, trainer.optimizer):
+        _compare_parameters(engine, expected, case, errors)
     errors.pss_mib = getattr(psutil.Process().memory_full_info(), "pss", 0) / 2**20  # 0 where none is counted
     return errors
 

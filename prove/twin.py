@@ -48,6 +48,7 @@ def twin(recipe: Recipe) -> tuple[Case, list[str]]:
         model=model,
         optimizer=recipe.optimizer.name,
         z_loss=recipe.train.z_loss,
+        ema_decay=recipe.optimizer.ema_decay,
         rows=layout.data * micro_batches,
         length=length,
     )

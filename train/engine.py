@@ -21,6 +21,7 @@ from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..planner.tables import Box, is_tied
 from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
+from .optimizers.averages import follow
 from .optimizers.offload import HostOffload
 from .parallel.data import Communicator, GradientBuffer, before_backward, sum_gradients
 from .parallel.mesh import Mesh
@@ -291,6 +292,7 @@ class Engine:
         for local in self.local_shards:
             local.value.grad = local.computed.grad
         optimizer.step()
+        follow(optimizer, (value for _, value in self.named_parameters()), finite)
         self.routers.move_biases(self.local_shards, finite)
         self.publish()
         self.discard()

@@ -25,6 +25,7 @@ from .logs.profile import Profile
 from .logs.target import convergence, reached, write_mllog
 from .memory import beside
 from .objective import StepBatch
+from .optimizers.averages import averaged
 from .optimizers.build import learning_rate_factor
 from .parallel.ranks import Ranks
 from .recipes.resolved import predicted_step_seconds
@@ -208,7 +209,10 @@ class Run:
         self.report.pause()
         try:
             # in a layout an evaluation is collective: all come to its end
-            with self.signals.interruptible() if self.ranks.alone else nullcontext():
+            with (
+                averaged(self.trainer.engine, self.trainer.optimizer),
+                self.signals.interruptible() if self.ranks.alone else nullcontext(),
+            ):
                 for evaluator in self.evaluators:
                     figures |= evaluator(self.trainer.engine, self.trainer.step)
         except StopNow:  # alone

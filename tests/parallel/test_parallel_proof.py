@@ -34,6 +34,7 @@ GRID = (
     "pipeline-2-interleaved-zero-bubble-tensor-2",
     "data-2-full-context-2-documents",
     "muon-data-2-full-tensor-2",
+    "muon-data-2-zero1-ema",
 )
 
 

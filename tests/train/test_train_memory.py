@@ -49,8 +49,9 @@ def saved_bytes(plan: RunPlan) -> int:
     return sum(kept.values())
 
 
-def test_states_are_counted_exactly(make_plan: Callable[..., RunPlan]) -> None:
-    plan = make_plan("bert")
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_states_are_counted_exactly(make_plan: Callable[..., RunPlan], ema_decay: float) -> None:
+    plan = make_plan("bert", optimizer={"ema_decay": ema_decay})
     trainer = build_trainer(plan)
     batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
     train_step(trainer, batch, 1.0)

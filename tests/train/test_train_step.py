@@ -12,6 +12,7 @@ from throughline.models.attention_cuda import CAPABILITIES
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.objective import StepBatch
+from throughline.train.optimizers.averages import averaged
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler
 from throughline.train.recipes.recipe import Recipe
@@ -230,28 +231,31 @@ def spoilt(head: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
 
 
 def test_the_device_decides_as_the_host_does(make_plan: Callable[..., RunPlan]) -> None:
-    """Clip factor and skip as tensors of fused AdamW: launching reads nothing, a step that is not finite moves nothing
-    and is counted when it is read, and without clipping the bits are the host's (a factor of 1 divides exactly).
+    """Clip factor and skip as tensors of fused AdamW: launching reads nothing, a step that is not finite moves nothing,
+    not even the averages, and is counted when it is read, and without clipping the bits are the host's (a factor of 1 divides exactly).
     """
     # three steps of 1e-3, with one rounding of the factor in each
     for clip, bound in ((0.0, 0.0), (0.05, 1e-6)):
         found = []
         for there in (False, True):
-            trainer, batch = setting(make_plan, train={"clip_norm": clip})
+            trainer, batch = setting(make_plan, train={"clip_norm": clip}, optimizer={"ema_decay": 0.9})
             trainer.decides_there = there
             (stage,) = trainer.engine.stages
             healthy, results = stage.head, []
-            for number in range(4):
-                stage.head = partial(spoilt, healthy) if number == 1 else healthy
+            for number in range(5):
+                stage.head = partial(spoilt, healthy) if number in (0, 2) else healthy
                 with Reads() as reads:
                     launched = launch_step(trainer, batch, 1.0)
                 assert launched.is_there is bool(reads.seen) is not there
                 results.append(launched.read())
-            assert [result.skipped for result in results] == [False, True, False, False]
-            assert [result.step for result in results] == [1, 2, 3, 4] and trainer.skipped == 1
-            found.append((weights(trainer), [result.grad_norm for result in results[2:]]))
+            assert [result.skipped for result in results] == [True, False, True, False, False]
+            assert [result.step for result in results] == [1, 2, 3, 4, 5] and trainer.skipped == 2
+            with averaged(trainer.engine, trainer.optimizer):
+                averages = weights(trainer)
+            found.append((weights(trainer), averages, [result.grad_norm for result in results[3:]]))
         assert (found[0][0] - found[1][0]).abs().max() <= bound
-        assert found[0][1] == pytest.approx(found[1][1], rel=bound)
+        assert (found[0][1] - found[1][1]).abs().max() <= bound
+        assert found[0][2] == pytest.approx(found[1][2], rel=bound)
 
 
 SPREAD = (

@@ -41,6 +41,7 @@ from ...data.tokenizer import copy_chat
 from ...models.config import FAMILIES
 from ...models.init import empty_model
 from ..engine import Engine
+from ..optimizers.averages import SLOT
 from ..parallel.ranks import Lost
 from ..stage import LocalShard, WholeParameters
 from ..step import Trainer
@@ -202,9 +203,12 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def load_weights(directory: Path, model: nn.Module | Engine) -> None:
-    """Fill a model, or an engine's part of it, with a checkpoint's weights; Refused for another's."""
+def load_weights(directory: Path, model: nn.Module | Engine, averages: bool = True) -> None:
+    """Fill a model, or an engine's part of it, with a checkpoint's weights, by default with their moving averages where
+    it has any; Refused for another's.
+    """
     read, parts = TensorReader(directory, "weights"), WholeParameters.of(model).parts
+    states = TensorReader(directory, "optimizer")
     names = set(model.shapes) if isinstance(model, Engine) else {local.name for local in parts}
     if differing := names ^ set(read.lines):
         why = f"only one has {min(differing)}"
@@ -214,7 +218,10 @@ def load_weights(directory: Path, model: nn.Module | Engine) -> None:
             if list(local.spec.shape) != (there := read.entry(local.name)["shape"]):
                 why = f"{local.name} is {there} there and {list(local.spec.shape)} here"
                 raise Refused("the checkpoint is of another model", where=directory, why=why)
-            if local.value.numel():
+            average = f"{local.name}.{SLOT}"
+            if averages and average in states.lines and local.value.numel():
+                local.value.copy_(states.part(average, local.spec.box))
+            elif local.value.numel():
                 local.value.copy_(read.part(local.name, local.spec.box))
 
 
@@ -227,7 +234,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
     state = read_json(directory / "state.json")
     engine = trainer.engine
     engine.wait()
-    load_weights(directory, engine)
+    load_weights(directory, engine, averages=False)
     engine.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")

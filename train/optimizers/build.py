@@ -45,7 +45,7 @@ def build_optimizer(
             kind = interleaved(name)
             kinds.setdefault(kind, muon | {"params": [], "interleaved": kind})
         kinds[kind]["params"].append(parameter)
-    groups = [group for group in kinds.values() if group["params"]]
+    groups = [group | {"ema_decay": section.ema_decay} for group in kinds.values() if group["params"]]
     if section.name == "adafactor":
         return Adafactor(groups, whole, lr=rate)
     if section.name == "muon":

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..stage import LocalShard, local_part, make_master
+from .averages import follow
 
 # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 IN_FLIGHT_BYTES = 2**30
@@ -196,6 +197,7 @@ class HostOffload:
             gradient = side.gradient if side.scratch is None else side.scratch.copy_(side.gradient)
             side.master.grad = gradient.mul_(factor) if factor != 1.0 else gradient
         optimizer.step()
+        follow(optimizer, [side.master for side in unit.sides])
         for side in present:
             side.master.grad = None
         self._send_up(unit)

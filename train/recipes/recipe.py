@@ -88,6 +88,10 @@ class OptimizerSection(Section):
     """Decoupled weight decay of matrices; biases and norms have none, tables only with LAMB."""
     max_trust_ratio: float | None = Field(default=None, gt=0)
     """Largest trust ratio of LAMB; by default it is not limited."""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of a moving average of the weights, with which the run is evaluated and which all that opens it takes (eval,
+    export, serve, another run's init_from); 0 = none.
+    """
 
 
 class ScheduleSection(Section):

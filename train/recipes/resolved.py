@@ -157,7 +157,7 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
-    software = software.with_optimizer(recipe.optimizer.name, config)
+    software = software.with_optimizer(recipe.optimizer.name, config, recipe.optimizer.ema_decay > 0)
     splits = layout.schedule in ZERO_BUBBLE and layout.pipeline > 1
     if splits or (train.compile == "off" and device != "cpu"):
         software = software.uncompiled()
@@ -229,6 +229,7 @@ def step_shape(recipe: Recipe) -> StepShape:
         halves=train.offload,
         scheme=recipe.compression.scheme,
         rank=recipe.compression.rank,
+        averages=recipe.optimizer.ema_decay > 0,
     )
 
 
