@@ -86,7 +86,6 @@ class Case:
         )
 
     def engine(self, mesh: Mesh) -> Engine:
-        """The product's engine without values."""
         objective = pretraining(self.config, z_loss=self.z_loss)
         return Engine(self.config, mesh, self.precision, SEED, self.recompute, objective=objective)
 

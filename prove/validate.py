@@ -63,7 +63,6 @@ class Replay:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted time."""
         return self.predicted / self.case.seconds - 1
 
 
@@ -149,7 +148,6 @@ def _family(software: str) -> str:
 
 
 def _quantile(errors: list[float]) -> float:
-    """That which four in five do not exceed."""
     return sorted(errors)[math.ceil(0.8 * len(errors)) - 1] if errors else 0.0
 
 

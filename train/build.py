@@ -69,7 +69,6 @@ class RunPlan:
         return self.recipe.train.rows_before(self.recipe.train.steps) * self.recipe.train.sequence_length
 
     def summary(self) -> dict[str, Any]:
-        """What will be trained on what, and what it needs, for `train --dry-run`."""
         return {
             "family": self.family,
             "parameters": self.config.parameter_count(),
@@ -86,7 +85,6 @@ class RunPlan:
 
     @cached_property
     def outlook(self) -> tuple[dict[str, Any], list[str]]:
-        """Passes over the text and the time of the run: facts and lines."""
         return outlook(self.recipe, self.config, None, sum(store.tokens for store in self.corpus.train))
 
     def lines(self) -> list[str]:

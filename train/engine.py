@@ -197,7 +197,6 @@ class Engine:
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Hand the gradients to the local shards and sum what was computed in parts."""
         if self.copied is not None:  # what is changed from here on
             torch.cuda.current_stream(self.device).wait_event(self.copied)
             self.copied = None
@@ -218,7 +217,6 @@ class Engine:
             self.offload.fetch([local.computed.grad for local in self.local_shards])
 
     def _sum_tied(self) -> None:
-        """The token table of the first and of the last stage get the sum of both gradients."""
         tables = _gradients(local for local in self.local_shards if local.name == "token_table.weight")
         if not tables:
             return

@@ -47,7 +47,6 @@ class Validation:
         return figures | ({"nsp_accuracy": pairs_right / pairs, "pairs": int(pairs)} if pairs else {})
 
     def _rows(self, rows: int | None, processes: int) -> Iterator[dict[str, np.ndarray]]:
-        """Batches that so many data processes share, of all stores; `rows` of them in all."""
         plan, left = self.plan, rows
         length, kind = plan.recipe.train.sequence_length, plan.device.type
         at_once = processes * evaluated_rows(kind, plan.config.vocab_size, length)

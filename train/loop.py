@@ -107,7 +107,6 @@ class Run:
         self.reached = False  # the recipe's target
 
     def to_the_end(self) -> dict[str, Any]:
-        """Every step that is left, the last evaluation and save, the report and the manifest."""
         trainer, start = self.trainer, time.monotonic()
         self._event("resumed" if trainer.step else "started", **self.report.environment())
         try:
@@ -326,7 +325,6 @@ class Signals:
         return self
 
     def number(self) -> int:
-        """The signal that this process has received, 0 for none."""
         return int(self.received or 0)
 
     def agree(self, number: int) -> None:

@@ -204,7 +204,6 @@ class _HeadLoss(torch.autograd.Function):
 def _products(
     gradient_NA: Tensor, hidden_NW: Tensor, weight_AW: Tensor, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the hidden states, the matrix and the bias, those that are needed."""
     return (
         linear(gradient_NA, weight_AW.t()) if needed[0] else None,
         linear(gradient_NA.t(), hidden_NW.t()) if needed[1] else None,

@@ -124,7 +124,6 @@ class Routers:
         return self.config.experts if isinstance(self.config, GPTConfig) else 0
 
     def watch(self, stage: Stage) -> None:
-        """Have the routers of a stage report, and add their losses."""
         for name, block in stage.trunk.blocks.items():
             if isinstance(block.mlp, RoutedFeedForward):
                 block.mlp.watch = partial(self._watch, stage, self.layers.index(int(name)))

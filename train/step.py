@@ -69,7 +69,6 @@ class Launched:
 
     @property
     def is_there(self) -> bool:
-        """Whether its figures need no waiting for."""
         return isinstance(self.figures, list)
 
     def read(self) -> StepResult:

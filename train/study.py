@@ -41,7 +41,6 @@ class Stretch:
     peak_bytes: int = 0
 
     def predicted(self, cluster: Cluster) -> float:
-        """The planner's step time."""
         return predicted_step_seconds(self.config, self.recipe, cluster)
 
 

@@ -232,7 +232,8 @@ def spoilt(head: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
 
 def test_the_device_decides_as_the_host_does(make_plan: Callable[..., RunPlan]) -> None:
     """Clip factor and skip as tensors of fused AdamW: launching reads nothing, a step that is not finite moves nothing,
-    not even the averages, and is counted when it is read, and without clipping the bits are the host's (a factor of 1 divides exactly).
+    not even the averages, and is counted when it is read, and without clipping the bits are the host's (a factor of 1
+    divides exactly).
     """
     # three steps of 1e-3, with one rounding of the factor in each
     for clip, bound in ((0.0, 0.0), (0.05, 1e-6)):

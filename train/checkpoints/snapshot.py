@@ -198,7 +198,6 @@ class TensorReader:
                     self.lines[json.loads(name)] = entry.rstrip(",\n")
 
     def entry(self, name: str) -> dict[str, Any]:
-        """Shape, dtype and chunks of a tensor."""
         if name != self._entry[0]:
             self._entry = name, json.loads(self.lines[name])
         return self._entry[1]

@@ -207,7 +207,7 @@ def read_megatron(path: Path) -> GPT | BERT:
     heads = int(arguments.num_attention_heads)
     tensors = [(name, x) for name, x in leaves(state) if isinstance(x, Tensor)]
     # an extra state only says how to load it
-    values = {our_name(name): x for name, x in tensors if not name.endswith("_extra_state")}
+    values = {_our_name(name): x for name, x in tensors if not name.endswith("_extra_state")}
     if "language_model" in state:
         version = float(tree.get("checkpoint_version", 0))
         for name in (name for name in values if ".attention.qkv." in name):
@@ -224,8 +224,7 @@ def read_megatron(path: Path) -> GPT | BERT:
     return model.eval()
 
 
-def our_name(name: str) -> str:
-    """Our name of one of Megatron's; an unknown one stays as it is."""
+def _our_name(name: str) -> str:
     for theirs, ours in NAMES:
         name = re.sub(theirs, ours, name)
     return name

@@ -94,7 +94,6 @@ class TaskPlan(RunPlan):
 
     @torch.no_grad()
     def measure(self, engine: Engine, step: int) -> dict[str, Any]:
-        """The evaluator of the run: figures of the weights that are saved."""
         if (model := whole_model(engine)) is None:
             return {}
         figures = self.task.measure(model, self.measured, engine.device)
@@ -102,7 +101,6 @@ class TaskPlan(RunPlan):
         return figures
 
     def saved(self, run: Path) -> nn.Module:
-        """The model of the run's last checkpoint, on the host."""
         model: nn.Module = self.objective().empty(torch.float32).to_empty(device="cpu")
         load_weights(locate(run), model)
         return model

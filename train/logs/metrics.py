@@ -8,7 +8,7 @@ import math
 import platform
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class Metrics:
         if records:
             self.workspace.append(FILE, *records)
             for sink in self._sinks:
-                sink(records)
+                for record in records:
+                    sink(flat(record), record["step"])
 
 
 def _finite(value: Any) -> Any:
@@ -82,25 +83,19 @@ def flat(record: Record) -> dict[str, float]:
     return {name: value for name, value in found if isinstance(value, int | float) and name != "step"}
 
 
-def _open_sink(kind: str, run: Path, name: str) -> Callable[[Sequence[Record]], None]:
+def _open_sink(kind: str, run: Path, name: str) -> Callable[[dict[str, float], int], None]:
     if kind == "wandb":
         import wandb
 
         session = wandb.init(project="throughline", name=name, dir=str(run))
-
-        def log(records: Sequence[Record]) -> None:
-            for record in records:
-                session.log(flat(record), step=record["step"])
-
-        return log
+        return lambda numbers, step: session.log(numbers, step=step)
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run / "tensorboard"))
 
-    def write(records: Sequence[Record]) -> None:
-        for record in records:
-            for key, value in flat(record).items():
-                writer.add_scalar(key, value, record["step"])
+    def write(numbers: dict[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
         writer.flush()  # its own thread writes every two minutes, and what it holds is lost with the process
 
     return write
@@ -173,7 +168,6 @@ class StepReport:
         self.last: Record = next((record for record in records if "loss" in record), {})
 
     def environment(self) -> dict[str, Any]:
-        """Where a run starts or goes on, for its events."""
         plan, here = self.plan, machine()
         return {
             "throughline": version(),
@@ -214,7 +208,6 @@ class StepReport:
             raise out_of_memory(self.plan.config, self.plan.recipe, self.plan.device, phase) from error
 
     def pause(self) -> None:
-        """Something else than a step comes now."""
         self._start = None
 
     def add(self, result: StepResult, factor: float, batch: StepBatch, bar: progress) -> None:

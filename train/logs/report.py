@@ -75,7 +75,6 @@ def write_report(run: Path | str) -> Path:
 
 
 def _where_and_when(facts: dict[str, Any]) -> str:
-    """The note of the page: when the run last started, where, and on what."""
     words = [time.strftime("%Y-%m-%d", time.gmtime(facts["time"])), ", ".join(facts["gpus"]) or facts["cpu"]]
     if facts.get("data"):
         words.append(f"trained on {', '.join(facts['data'])} ({facts['training_tokens']:,} tokens)")

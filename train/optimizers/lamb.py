@@ -64,7 +64,6 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_add_(moved, directions, alpha=group["lr"])
 
     def _slices(self, group: dict[str, Any]) -> Iterator[Slice]:
-        """The group's parameters with their state as flat pieces of at most one round."""
         known = {part.value: index for index, part in enumerate(self.whole.parts)}
         moved = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in moved:

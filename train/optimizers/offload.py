@@ -230,7 +230,6 @@ class HostOffload:
             self._await(unit)
 
     def publish(self) -> None:
-        """Send all masters to the device, after they were filled from a checkpoint."""
         self.wait()
         if self._up is not None:  # buffers and weights are read until then
             torch.cuda.synchronize(self.device)
@@ -241,6 +240,5 @@ class HostOffload:
 
 
 def _block_of(name: str) -> str:
-    """The block of a parameter or module, "" outside the blocks."""
     found = re.search(r"\bblocks\.\d+", name)
     return found[0] if found else ""

@@ -210,7 +210,6 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sum in place over the axis during the warm-up; nothing afterwards."""
         if not self.frozen:
             self.communicator.sum(gradients)
 

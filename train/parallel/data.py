@@ -76,7 +76,6 @@ class GradientBuffer:
         self._works.append(dist.all_reduce(bucket, group=self.axis.group, async_op=True))
 
     def finish(self) -> None:
-        """Sum what has not been started, and wait for everything."""
         if self.axis.group is not None:
             while len(self._works) < len(self.buckets):
                 self._start()
@@ -134,7 +133,6 @@ class Communicator:
         self.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self.axis)
 
     def count_all_reduce(self, nbytes: int, axis: Axis) -> None:
-        """Count a sum of so many bytes over an axis, done here or elsewhere."""
         self.bytes_sent += 2 * nbytes * (axis.size - 1) / axis.size
 
     def all_to_all(self, parts: Tensor) -> Tensor:

@@ -248,7 +248,6 @@ class Scattering:
             self.work = _reduce_scatter(self.out, self.parts.view(-1), group=axis.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """This process's part of the sum."""
         return _waited(self.out, self.work).view(self.shape)
 
 

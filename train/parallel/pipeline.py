@@ -57,7 +57,6 @@ class Pipeline:
         )
 
     def run(self) -> None:
-        """Forward and backward of all micro-batches that the stages were loaded with."""
         # split by torch into one element for each micro-batch; on the device, for a sharded stage would wait for its
         # way there
         empty = torch.empty(self.micro_batches, device=self.stages[0].mesh.device)

@@ -89,8 +89,8 @@ class OptimizerSection(Section):
     max_trust_ratio: float | None = Field(default=None, gt=0)
     """Largest trust ratio of LAMB; by default it is not limited."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Decay of a moving average of the weights, with which the run is evaluated and which all that opens it takes (eval,
-    export, serve, another run's init_from); 0 = none.
+    """Decay of a moving average of the weights, by which the run is evaluated, and which all that opens its checkpoints
+    takes (eval, export, serve, another run's init_from); 0 = none.
     """
 
 
@@ -172,7 +172,6 @@ class TrainSection(Section):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one optimizer step, however the batch was given."""
         return self.batch_rows or (self.batch_tokens or 0) // self.sequence_length
 
     def rows_at(self, position: int) -> int:
@@ -198,7 +197,6 @@ class TrainSection(Section):
 
     @property
     def rows_per_micro_batch(self) -> int:
-        """Rows of one forward and backward."""
         return self.micro_batch_rows or self.rows_per_step
 
 
