@@ -1,8 +1,7 @@
 """Ranks forked from a warmed parent: every process of a layout on this machine without importing torch again.
 
-The parent imports what the ranks need and computes what they share; a fork costs milliseconds and shares its
-memory. It must stay at one intra-op thread: a child of a parent that used OpenMP threads hangs at its first
-parallel operation.
+The parent imports what the ranks need and computes what they share; a fork costs milliseconds and shares its memory. It
+must stay at one intra-op thread: a child of a parent that used OpenMP threads hangs at its first parallel operation.
 """
 
 import gc

@@ -106,11 +106,9 @@ class RunPlan:
 
 
 def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
-    """Open and check everything that a resolved recipe names. Text is tokenised into `cache`, at the end of all
-    checks; without one the plan of text says what would be trained and has nothing to train on.
-
-    Raises WrongUse for what is missing or does not fit together, Refused for a damaged store, a precision that the
-    device lacks and a model larger than memory.
+    """Open and check all that a resolved recipe names, then tokenise its text into `cache`, without which a plan of
+    text has nothing to train on. Raises WrongUse for what is missing or does not fit together, Refused for a damaged
+    store, a precision that the device lacks and a model larger than memory.
     """
     leads, init_from = running_processes()[0] == 0, recipe.model.init_from
     for sink in recipe.log.sinks if leads else ():

@@ -183,11 +183,9 @@ class _Joined(torch.autograd.Function):
 
 @dataclass
 class LocalShard:
-    """This process's box of one parameter.
-
-    The module computes with `parameter`, which may be sharded or have rows of zeros below; `computed` is the
-    local part of it, and has its gradient after backward; `value` is what an optimizer moves and a checkpoint
-    saves: a master in fp32, or `computed` itself.
+    """This process's box of one parameter. The module computes with `parameter`, which may be sharded or have rows of
+    zeros below; `computed` is the local part of it, with its gradient after backward; `value` is what an optimizer
+    moves and a checkpoint saves: a master in fp32, or `computed` itself.
     """
 
     spec: ShardSpec

@@ -93,7 +93,8 @@ def test_a_resumed_run_has_the_same_to_the_bit(
     make_plan: Callable[..., RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool
 ) -> None:
     """Stopped after three steps of six; one that forgets its averages is told from it."""
-    plan = make_plan(optimizer={"ema_decay": DECAY}, checkpoint={"save_every_steps": 3, "keep": 0})
+    saves = {"save_every_steps": 3, "keep": 0}
+    plan = make_plan(optimizer={"ema_decay": DECAY}, checkpoint=saves, schedule={"kind": "constant"})
     train(plan, tmp_path / "whole")
     path, kept = tmp_path / "whole" / "checkpoints", module._restore_optimizer
 

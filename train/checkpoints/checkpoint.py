@@ -226,10 +226,8 @@ def load_weights(directory: Path, model: nn.Module | Engine, averages: bool = Tr
 
 
 def restore(directory: Path, trainer: Trainer) -> None:
-    """Bring a trainer to the state of a checkpoint, which must be verified.
-
-    On a CPU it continues to the last bit in the same layout, thread count and torch; a difference is said.
-    Sums on CUDA that come in any order repeat to rounding.
+    """Bring a trainer to the state of a verified checkpoint: on a CPU to the last bit in the same layout, thread count
+    and torch, a difference in which is said; on CUDA to rounding where sums come in any order.
     """
     state = read_json(directory / "state.json")
     engine = trainer.engine

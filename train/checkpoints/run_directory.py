@@ -39,11 +39,9 @@ HEARTBEAT = ".heartbeat"  # in it: how far its processes are
 
 
 class RunWorkspace(Workspace):
-    """The run's directory as the start of that token sees it: whoever starts the run later becomes its owner, and this
-    one writes no more. The processes other than the first read it only, and take no lock.
-
-    The lock keeps two starts on one machine apart, the token those that it does not reach (another machine, a file
-    system without locks): a start that was taken for dead can wake up beside its successor.
+    """The run's directory as the start of that token sees it: a later start becomes its owner, and this one writes no
+    more. The lock, taken by the first process alone, keeps two starts on one machine apart, the token those that it
+    does not reach (another machine, a file system without locks): one taken for dead can wake up beside its successor.
     """
 
     def __init__(self, path: Path | str, token: str, leads: bool = True) -> None:
@@ -183,9 +181,8 @@ def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, st
 
 
 def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ()) -> Path | None:
-    """The newest checkpoint whose every byte is as written, as that of `verified` is; None when there is none at all.
-
-    A damaged one is named and passed over. Raises Refused when all are damaged. Removes what a killed save left.
+    """The newest checkpoint whose every byte is as written, as that of `verified` is; None when there is none. Damaged
+    ones are named and passed over, Refused when all are. Removes what a killed save left.
     """
     for remains in directory.glob(".step-*.tmp"):
         shutil.rmtree(remains, ignore_errors=True)

@@ -37,9 +37,8 @@ FREE = ("dropout", "sequence_length", "nsp", "mlm_transform", "huggingface")
 
 
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
-    """The model at `path`, with its head if it has one, and its tokenizer.json (None when there is none).
-
-    Raises WrongUse for what is no model, Refused for a damaged or dangerous one, Failed for one that does not fit.
+    """The model at `path`, with its head if it has one, and its tokenizer.json, if any. Raises WrongUse for what is no
+    model, Refused for a damaged or dangerous one, Failed for one that does not fit.
     """
     path = Path(path)
     if (path / "config.json").is_file():

@@ -43,10 +43,9 @@ LEARNING_CHECK = "a part of the same records, held out by hash: a learning check
 
 
 def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -> dict[str, Any] | None:
-    """Train and write the model artifact at `out`; returns its facts, None on processes other than the first.
-
-    Raises WrongUse for records or a model that do not fit the task, Refused for a model that has no Hugging
-    Face layout (before anything is trained), Failed for a loss that is not finite.
+    """Train and write the model artifact at `out`; its facts, on the first process. Raises WrongUse for records or a
+    model that do not fit the task, Refused for a model without a Hugging Face layout, Failed for a loss that is not
+    finite.
     """
     check_free(out, overwrite)
     plan, digest = plan_task(recipe), recipe_hash(recipe)

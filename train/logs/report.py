@@ -229,11 +229,7 @@ def _largest(name: str, steps: list[int], first: dict[int, Any], second: dict[in
 
 def check_bound(comparison: list[Difference], bound: float, first: Path | str, second: Path | str) -> None:
     """Raise Refused naming the figure and the step when a difference is above the bound."""
-    above = [row for row in comparison if not row.difference <= bound]
-    if above:
-        lines = [
-            f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}"
-            for row in above
-        ]
+    text = "{0.name} by {0.difference:.3g} at step {0.step:,}: {0.first}, {0.second}"
+    if lines := [text.format(row) for row in comparison if not row.difference <= bound]:
         what = f"the runs differ by more than the relative bound {bound:g}"
         raise Refused(what, where=f"{first}, {second}", why="\n".join(lines))

@@ -25,10 +25,8 @@ Slice = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # part, weight, grad
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB over groups of parameters; groups with `adapted` get a ratio for every tensor.
-
-    `interleaved` says of a parameter's name how many matrices it holds and in pieces of how many rows they
-    alternate. State per parameter is AdamW's. After `step` the gradients hold what was subtracted.
+    """Groups with `adapted` get a ratio for every tensor. `interleaved` says of a parameter's name how many matrices it
+    holds and in pieces of how many rows they alternate. State is AdamW's; gradients end as what was subtracted.
     """
 
     def __init__(

@@ -21,12 +21,11 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Groups with `interleaved` move by Muon, the others by AdamW.
+    """Groups with `interleaved`, which says of which matrices (query, key, value) a weight is made up, move by Muon.
 
-    Muon replaces the momentum M = U S V' of a matrix by about U V': a mean of gradients with decay beta1 and
-    Nesterov's look ahead, Newton-Schulz iterations, a step of sqrt(max(1, rows / columns)) x lr. `interleaved` says
-    of which matrices (query, key, value) a weight of that name is made up. All whole matrices of one shape are
-    orthogonalised together, in `dtype` (None: the parameters').
+    It replaces the momentum M = U S V' of a matrix by about U V': a mean of gradients with decay beta1 and Nesterov's
+    look ahead, Newton-Schulz iterations in `dtype` (None: the parameters') for all whole matrices of one shape
+    together, a step of sqrt(max(1, rows / columns)) x lr.
     """
 
     def __init__(

@@ -36,9 +36,8 @@ class GradientBuffer:
     """Gradients of `parameters` in `dtype`, one flat tensor of which every `.grad` is a view, summed over `axis`
     (nothing is sent where it is alone) while backward still runs.
 
-    The parameters lie in the order in which backward usually completes them, the last layer first. A bucket starts
-    its all-reduce when the last micro-batch has completed it and every bucket before it, so that all processes issue
-    the same collectives in the same order; `finish` starts what is left.
+    The last layer, which backward completes first, comes first. A bucket starts its all-reduce when the last
+    micro-batch has completed it and all before it: every process issues the same collectives in the same order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, axis: Axis = ALONE) -> None:

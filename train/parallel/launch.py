@@ -31,10 +31,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
-    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first, or of who met a user's error.
-
-    After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished
-    command is final. SIGTERM and Ctrl-C go to the processes, which save and end.
+    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first, or of who met a user's error,
+    which is final. After a process was lost all start again, at most `restarts` times in a row. SIGTERM and Ctrl-C go
+    to the processes, which save and end.
     """
     left, start = restarts, 0
     while True:
@@ -98,11 +97,9 @@ def _said(file: Path) -> int | None:
 
 
 def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], int]:
-    """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed first.
-
-    Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the
-    first process has said why the command failed there is no grace: the others would say it again. One that
-    is done hurries nobody: the first process closes the run after the others, which may take minutes.
+    """Wait for all; once one has failed the others get a grace, then SIGKILL (without it they have nothing to save, and
+    one that stands still hears no SIGTERM): exit codes, and which failed first. There is no grace when the first
+    process has said why: the others would say it again. One that is done hurries nobody: the first closes the run last.
     """
     end, first = 0.0, 0
     while None in (codes := [worker.poll() for worker in running]):

@@ -209,10 +209,9 @@ class HeartbeatRecord:
 class Heartbeat:
     """This process's records and a look at the others'; without a directory (a run of one) nothing.
 
-    The records are files in the run's directory, which all processes share: unlike keys of a store they can be read
-    when the process that would serve them stands still, and unlike torch's flight recorder, which each process has in
-    its own memory, when it is the one that is stopped. A process that stands still for most of the groups' time limit
-    says who is behind, before NCCL's watchdog would end it without a word.
+    They are files in the run's directory: unlike a store's keys they can be read when the process that would serve them
+    stands still, and unlike torch's flight recorder, in each process's memory, when it is the one that is stopped. Who
+    waits for most of the groups' time limit says who is behind, before NCCL's watchdog would end it without a word.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The training recipe: its sections, and what each field means. No torch here.
 
-Sizes carry their unit in the name; a batch is counted in rows (of `sequence_length` tokens) or in tokens, and
-every loss is divided by the count of targets of the whole batch, so `micro_batch_rows` changes memory and
-speed and not the result.
+Sizes carry their unit in the name. Every loss is divided by the count of targets of the whole batch, so
+`micro_batch_rows` changes memory and speed and not the result.
 """
 
 from typing import Annotated, Any, Literal

@@ -67,10 +67,8 @@ def shape_of(path: Path | str) -> ModelConfig | None:
 
 
 def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
-    """The model's config: preset or the shape of the weights to begin with, overrides, and the vocabulary of the tokens
-    unless the recipe or the weights set one.
-
-    Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
+    """The model's config: preset or the shape of the weights to begin with, overrides, the vocabulary of the tokens
+    unless one is set there. Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
     """
     fields = _own_fields(recipe)
     if vocab_size is not None:
