@@ -15,13 +15,15 @@ from ..core.errors import MissingExtra, WrongUse
 from ..data.dataset import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
+from ..models.init import initial_values
 from ..planner.layout import ZERO_BUBBLE, Layout
+from ..planner.tables import Box
 from .checkpoints.weights_in import adopt, check_tokens, open_weights, start_from
 from .corpus import Corpus, open_corpus
 from .engine import Engine
 from .memory import check_memory
 from .objective import Objective, StepBatch, prepare, pretraining
-from .optimizers.build import build_optimizer
+from .optimizers.build import build_optimizer, width_factor
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .parallelize import to_compile
 from .precision import LossScaler, check_products, pick_device, use_deterministic_kernels
@@ -54,7 +56,13 @@ class RunPlan:
         if where := self.recipe.model.init_from:
             start_from(adopt(open_weights(where)[0], self.config, where), engine)
         else:
-            engine.fill()
+            engine.fill(partial(self._first_value, engine) if self.recipe.model.base_width else None)
+
+    def _first_value(self, engine: Engine, name: str, box: Box) -> torch.Tensor:
+        shape, seed = torch.Size(engine.shapes[name]), self.recipe.train.seed
+        share = width_factor(name, len(shape), self.recipe, engine)
+        values = initial_values(name, shape, self.config, seed, box.slices())
+        return values * (share if name == "output.weight" else math.sqrt(share))
 
     def batches(self, mesh: Mesh, cache: Path | None = None) -> Any:
         """What gives this process its batches, ready for a step, by the rows that have been read before."""

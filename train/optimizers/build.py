@@ -44,6 +44,9 @@ def build_optimizer(
         if section.name == "muon" and kind == "decayed" and is_hidden_matrix(name, parameter.dim()):
             kind = interleaved(name)
             kinds.setdefault(kind, muon | {"params": [], "interleaved": kind})
+        elif (share := width_factor(name, parameter.dim(), recipe, model)) != 1:
+            scaled = {"params": [], "weight_decay": decay / share, "base_lr": rate * share}
+            kinds.setdefault(kind := "scaled", scaled)
         kinds[kind]["params"].append(parameter)
     groups = [group | {"ema_decay": section.ema_decay} for group in kinds.values() if group["params"]]
     if section.name == "adafactor":
@@ -55,6 +58,14 @@ def build_optimizer(
     if lamb:
         return Lamb(groups, whole, interleaved, **usual, max_trust_ratio=section.max_trust_ratio)
     return adam(groups, **usual, fused=True)
+
+
+def width_factor(name: str, dims: int, recipe: Recipe, model: Any) -> float:
+    """What muP multiplies AdamW's rate of a hidden or output matrix by, and its variance, the output's twice: base
+    width over width (Yang et al. 2022, "Tensor Programs V", table 3; decay, times the rate, stays). 1 for all else.
+    """
+    scaled = recipe.model.base_width and (is_hidden_matrix(name, dims) or name == "output.weight")
+    return recipe.model.base_width / model.config.width if scaled else 1.0
 
 
 def _interleaved(name: str, model: Any) -> tuple[int, int]:

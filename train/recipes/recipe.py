@@ -62,6 +62,10 @@ class ModelSection(Section):
     """A named shape of models/presets.toml; "" starts from the family's defaults."""
     init_from: str = ""
     """Weights to begin with: a run, checkpoint, model artifact, Hugging Face directory, nanoGPT's or Megatron-LM's."""
+    base_width: int = Field(default=0, ge=0)
+    """Width of the GPT, with heads of the same width, for which the learning rate was found: first values and AdamW's
+    rates of matrices become those with which it stays right at this one (muP); 0 = they stay.
+    """
     overrides: dict[str, Any] = {}
     """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is the token store's."""
 

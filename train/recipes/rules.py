@@ -120,8 +120,20 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
         if sentences != "none" and not (config.nsp and config.token_types >= 2):
             text = f"{sentences} needs a model with nsp and two token types"
             yield Problem("objective.sentences", text, 'set it to "none"')
-    for rule in (parallel_rule, products_rule, expert_rule):
+    for rule in (width_rule, parallel_rule, products_rule, expert_rule):
         yield from rule(recipe, config)
+
+
+def width_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
+    """muP is for AdamW and new weights of a dense GPT, whose output matrix begins smaller than its table."""
+    if not recipe.model.base_width:
+        return
+    if getattr(config, "tied", True) or getattr(config, "experts", 0):
+        yield Problem(
+            "model.base_width", "it is for a GPT with tied = false and no experts", "base_width = 0"
+        )
+    if recipe.optimizer.name != "adamw" or recipe.model.init_from:
+        yield Problem("model.base_width", "it is for AdamW and new weights", "base_width = 0")
 
 
 def parallel_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
