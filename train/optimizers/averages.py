@@ -5,16 +5,14 @@ step begin an average, and those after each later one come in by 1 - decay; a sk
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from ..engine import Engine
-
 SLOT = "ema"
+Engine = Any  # of the floor above (train/engine.py), which takes `follow` from here
 
 
 @torch.no_grad()
@@ -36,7 +34,7 @@ def follow(optimizer: Optimizer, values: Iterable[Tensor], finite: Tensor | None
 
 
 @contextmanager
-def averaged(engine: "Engine", optimizer: Optimizer) -> Iterator[None]:
+def averaged(engine: Engine, optimizer: Optimizer) -> Iterator[None]:
     """Within it the engine computes with the averages, if there are any; then with its weights, the same to the bit."""
     _exchange(engine, optimizer)
     try:
@@ -46,7 +44,7 @@ def averaged(engine: "Engine", optimizer: Optimizer) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _exchange(engine: "Engine", optimizer: Optimizer) -> None:
+def _exchange(engine: Engine, optimizer: Optimizer) -> None:
     engine.wait()
     values = [value for _, value in engine.named_parameters() if SLOT in optimizer.state.get(value, {})]
     if not values:
