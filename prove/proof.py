@@ -241,7 +241,7 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
         result = train_step(trainer, own_rows(case, engine, step), 1.0, compare)
         errors.loss = _largest(errors.loss, abs(result.loss - loss))
         errors.norm = _largest(errors.norm, abs(result.grad_norm - norm) / norm)
-        if case.ema_decay and not step:  # what it gathers must not be trained with
+        if case.ema_decay and step == 1:  # what it gathers must not be trained with
             with averaged(engine, trainer.optimizer):
                 engine.evaluate([make_rows(case, step)], 1.0)
     with averaged(engine, trainer.optimizer):

@@ -57,5 +57,6 @@ def _exchange(engine: Engine, optimizer: Optimizer) -> None:
         average.copy_(kept)
     engine.publish()
     for module in (module for stage in engine.stages for module in stage.modules()):
-        if hasattr(module, "reshard"):  # of `fully_shard`: what it has gathered is not gathered again
-            module.reshard()
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:  # of `fully_shard`: what it has gathered is not gathered again
+            reshard()
