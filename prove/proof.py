@@ -81,9 +81,8 @@ class Case:
     def key(self) -> str:
         """What the single process depends on."""
         same = self.reference_rows, self.documents, self.steps, self.optimizer, self.rows, self.length
-        return repr(
-            (self.family, self.precision, *same, self.z_loss, self.ema_decay, sorted(self.model.items()))
-        )
+        also = self.family, self.precision, self.z_loss, self.ema_decay, sorted(self.model.items())
+        return repr((*same, *also))
 
     def engine(self, mesh: Mesh) -> Engine:
         objective = pretraining(self.config, z_loss=self.z_loss)

@@ -76,9 +76,8 @@ def _fewer_processes(given: Layout) -> tuple[Layout, list[str]]:
             degrees["expert"] = math.gcd(layout.expert, degrees["data"])
         layout = dataclasses.replace(layout, **degrees)
     degrees = {axis: (getattr(layout, axis), getattr(given, axis)) for axis in (*AXES, "replicas", "expert")}
-    return layout, [
-        f"parallel.{axis} = {now} for {was}" for axis, (now, was) in degrees.items() if now != was
-    ]
+    fewer = {axis: pair for axis, pair in degrees.items() if pair[0] != pair[1]}
+    return layout, [f"parallel.{axis} = {now} for {was}" for axis, (now, was) in fewer.items()]
 
 
 def _small_model(config: ModelConfig, layout: Layout, length: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,8 @@ def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
 def predict(case: Case, constants: Constants = FITTED) -> float:
     """Seconds of the whole case."""
     cluster = dataclasses.replace(case.cluster, constants=constants)
-    each = [
-        (steps, step_seconds(work, layouts, cluster, case.software)) for steps, work, layouts in case.phases
-    ]
-    return sum(steps * seconds for steps, seconds in each)
+    priced = partial(step_seconds, cluster=cluster, software=case.software)
+    return sum(steps * priced(work, layouts) for steps, work, layouts in case.phases)
 
 
 def replay(constants: Constants = FITTED) -> list[Replay]:

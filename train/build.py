@@ -163,10 +163,8 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
     length, seed = recipe.train.sequence_length, recipe.train.seed
     if plan.family == "gpt":
         offsets = data.random_offsets and data.packing == "windows"
-        packing, apart = data.packing, data.separate_documents
-        return DatasetOptions(
-            "gpt", length, seed, packing=packing, separate_documents=apart, random_offsets=offsets
-        )
+        kept: Any = {"packing": data.packing, "separate_documents": data.separate_documents}
+        return DatasetOptions("gpt", length, seed, random_offsets=offsets, **kept)
     objective, tokenizer = recipe.objective or ObjectiveSection(), plan.corpus.tokenizer
     where = data.sources()[0].path
     if tokenizer is None:

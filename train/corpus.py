@@ -108,10 +108,8 @@ def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequ
     for facts, path in zip(every, paths):
         largest = facts.get("largest_id", -1)
         if largest >= vocab_size:
-            why, least = (
-                f"largest id {largest}, vocab_size {vocab_size}",
-                facts.get("vocab_size", largest + 1),
-            )
+            why = f"largest id {largest}, vocab_size {vocab_size}"
+            least = facts.get("vocab_size", largest + 1)
             fix = f"set model.overrides.vocab_size to at least {least}, or leave it out"
             raise Refused("the tokens do not fit the model's vocabulary", where=path, why=why, fix=fix)
     return int(vocab_size)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..models.config import ModelConfig, family_of
 from ..models.init import initial_values
@@ -271,9 +272,7 @@ class Engine:
         return torch.linalg.vector_norm(torch.stack(norms)).double().square()
 
     @torch.no_grad()
-    def update(
-        self, optimizer: torch.optim.Optimizer, factor: float | Tensor, finite: Tensor | None = None
-    ) -> None:
+    def update(self, optimizer: Optimizer, factor: float | Tensor, finite: Tensor | None = None) -> None:
         """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now. With
         `finite`, of the device like `factor`, torch's fused AdamW does so itself, and nothing where it is false.
         """

@@ -268,9 +268,7 @@ class WholeParameters:
             return cls([whole_shard(*named) for named in model.named_parameters()])
         return cls(model.local_shards, model.mesh.tensor, model.mesh.shard)
 
-    def sums(
-        self, numbers: Sequence[Tensor], cut: Sequence[bool], over_shards: bool = True
-    ) -> Sequence[Tensor]:
+    def sums(self, numbers: list[Tensor], cut: Sequence[bool], over_shards: bool = True) -> list[Tensor]:
         """Each tensor summed in place over the tensor axis where `cut`, and over the shards."""
         if over_shards:
             sum_gradients(numbers, self.shard)

@@ -3,7 +3,6 @@ one.
 """
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from throughline.train.loop import train
 from throughline.train.optimizers import lamb
 from throughline.train.optimizers.adafactor import Adafactor
 from throughline.train.optimizers.build import build_optimizer
-from throughline.train.recipes.recipe import OptimizerSection
+from throughline.train.recipes.recipe import OptimizerSection, Recipe, TrainSection
 from throughline.train.stage import WholeParameters
 
 CONFIG = BERTConfig(vocab_size=24, sequence_length=8, layers=1, width=16, heads=2)
@@ -40,7 +39,8 @@ def plain_lamb(weight, gradients, adapted, most=None):
 def lamb_of(model, decay=DECAY, most=None):
     section = OptimizerSection(name="lamb", learning_rate=RATE, weight_decay=decay, max_trust_ratio=most)
     section = section.model_copy(update={"beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPSILON})
-    return build_optimizer(model, SimpleNamespace(optimizer=section, train=SimpleNamespace(precision="fp32")))
+    train = TrainSection(steps=10, sequence_length=16, batch_rows=2)
+    return build_optimizer(model, Recipe(train=train, optimizer=section))
 
 
 def matrices_of(name, tensor):

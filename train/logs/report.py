@@ -92,12 +92,10 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     rows = [("step", f"{steps[-1]['step']:,}")] if steps else []
     if steps and steps[-1]["loss"] is not None:
         rows.append(("training loss", f"{steps[-1]['loss']:.4f}"))
-    validation: dict[str, Any] = next(
-        (record["validation"] for record in reversed(records) if record.get("validation")), {}
-    )
-    for name, value in validation.items():
+    measured: list[dict[str, Any]] = [{}, *(x["validation"] for x in records if x.get("validation"))]
+    for name, value in measured[-1].items():
         if not name.endswith(ERROR):
-            error = validation.get(name + ERROR)
+            error = measured[-1].get(name + ERROR)
             figure = figure_text(value) + (f" \N{PLUS-MINUS SIGN} {figure_text(error)}" if error else "")
             rows.append((figure_name(name).replace("_", " "), figure))
     for name, (title, text) in MEDIANS.items():

@@ -71,10 +71,8 @@ class Adafactor(torch.optim.Optimizer):
         parameter = part.value
         if not parameter.numel() or parameter.grad is None:
             return torch.zeros(3, dtype=torch.float64, device=parameter.device)
-        pair = [
-            torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-            for tensor in (parameter.grad, parameter)
-        ]
+        both = parameter.grad, parameter
+        pair = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in both]
         state = self.state[parameter]
         if "row_square" in state:
             share = part.spec.box.size[1] / part.spec.shape[1] if part.cut == 1 else 1.0

@@ -219,9 +219,8 @@ class Gathering:
         self.shape = (axis.size, *x.shape)
         self.work: dist.Work | None = None
         if is_compiling():
-            self.parts = torch.ops._c10d_functional.all_gather_into_tensor(
-                x.reshape(-1), axis.size, axis.group_name
-            )
+            gather = torch.ops._c10d_functional.all_gather_into_tensor
+            self.parts = gather(x.reshape(-1), axis.size, axis.group_name)
         else:
             self.parts = x.new_empty(axis.size * x.numel())
             self.work = _all_gather(self.parts, x.reshape(-1), group=axis.group, async_op=True)
@@ -240,9 +239,8 @@ class Scattering:
         self.shape = self.parts.shape[1:]
         self.work: dist.Work | None = None
         if is_compiling():
-            self.out = torch.ops._c10d_functional.reduce_scatter_tensor(
-                self.parts.view(-1), "sum", axis.size, axis.group_name
-            )
+            scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+            self.out = scatter(self.parts.view(-1), "sum", axis.size, axis.group_name)
         else:
             self.out = x.new_empty(self.shape.numel())
             self.work = _reduce_scatter(self.out, self.parts.view(-1), group=axis.group, async_op=True)

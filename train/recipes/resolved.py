@@ -149,13 +149,12 @@ def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
 
 def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
     """A resolved recipe as the planner takes it; on a processor with the memory of the host."""
-    train = recipe.train
-    shape = step_shape(recipe)
+    train, moves, shape = recipe.train, recipe.optimizer, step_shape(recipe)
     places = shape.rows * shape.length // recipe.parallel.context
     predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
-    software = software.with_optimizer(recipe.optimizer.name, config, recipe.optimizer.ema_decay > 0)
+    software = software.with_optimizer(moves.name, config, moves.ema_decay > 0)
     splits = layout.schedule in ZERO_BUBBLE and layout.pipeline > 1
     if splits or (train.compile == "off" and device != "cpu"):
         software = software.uncompiled()

@@ -126,14 +126,11 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
 
 def width_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
     """muP is for AdamW and new weights of a dense GPT, whose output matrix begins smaller than its table."""
-    if not recipe.model.base_width:
-        return
-    if getattr(config, "tied", True) or getattr(config, "experts", 0):
-        yield Problem(
-            "model.base_width", "it is for a GPT with tied = false and no experts", "base_width = 0"
-        )
-    if recipe.optimizer.name != "adamw" or recipe.model.init_from:
-        yield Problem("model.base_width", "it is for AdamW and new weights", "base_width = 0")
+    key, shape = "model.base_width", getattr(config, "tied", True) or getattr(config, "experts", 0)
+    if recipe.model.base_width and shape:
+        yield Problem(key, "it is for a GPT with tied = false and no experts", "base_width = 0")
+    if recipe.model.base_width and (recipe.optimizer.name != "adamw" or recipe.model.init_from):
+        yield Problem(key, "it is for AdamW and new weights", "base_width = 0")
 
 
 def parallel_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
