@@ -53,12 +53,9 @@ def twin(recipe: Recipe) -> tuple[Case, list[str]]:
         length=length,
     )
     if problems := layout_problems(layout, case.config, length, case.rows, case.micro_rows):
-        raise WrongUse(
-            "the small twin of this layout cannot be made",
-            where=problems[0].field,
-            why=problems[0].text,
-            fix="prove a layout with smaller degrees: --set parallel.tensor=... and the like",
-        )
+        what, first = "the small twin of this layout cannot be made", problems[0]
+        fix = "prove a layout with smaller degrees: --set parallel.tensor=... and the like"
+        raise WrongUse(what, where=first.field, why=first.text, fix=fix)
     small = case.config.parameter_count()
     size = f"a twin of {small:,} parameters for {config.parameter_count():,}, rows of {length} tokens"
     return case, [size, *notes]

@@ -246,13 +246,8 @@ def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True)
     )
     if fill:
         plan.fill(engine)
-    return Trainer(
-        engine=engine,
-        optimizer=_optimizer(recipe, engine),
-        scaler=LossScaler.of(train.precision),
-        precision=train.precision,
-        clip_norm=train.clip_norm,
-    )
+    optimizer, scaler = _optimizer(recipe, engine), LossScaler.of(train.precision)
+    return Trainer(engine, optimizer, scaler, train.precision, train.clip_norm)
 
 
 def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:

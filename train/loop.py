@@ -137,17 +137,11 @@ class Run:
         return self._finish(time.monotonic() - start)
 
     def _batches(self) -> Loader:
-        mesh, train = self.ranks.mesh, self.plan.recipe.train
-        opened = partial(self.plan.batches, mesh, self.workspace.path / "cache")
+        data, train = self.ranks.mesh.data, self.plan.recipe.train
+        opened = partial(self.plan.batches, self.ranks.mesh, self.workspace.path / "cache")
         self.ranks.first_decides(lambda: opened() and None)  # builds the index that all find
-        return Loader(
-            opened(),
-            lambda position: train.rows_at(position) // mesh.data.size,
-            position=self.trainer.samples,
-            rank=mesh.data.rank,
-            world=mesh.data.size,
-            ahead=2,
-        )
+        where = {"position": self.trainer.samples, "rank": data.rank, "world": data.size}
+        return Loader(opened(), lambda position: train.rows_at(position) // data.size, **where, ahead=2)
 
     def _steps(self, batches: Iterator[StepBatch], bar: progress) -> None:
         """The steps that are left; where nothing waits for one, its figures are read when the next is under way."""
@@ -191,12 +185,10 @@ class Run:
         trainer = self.trainer
         self._event("skipped", result.step, in_row=trainer.skipped_in_row)
         if trainer.skipped_in_row >= self.plan.recipe.train.stop_after_skipped:
-            raise Failed(
-                f"{trainer.skipped_in_row} steps in a row had a loss or gradient that is not finite",
-                where=f"{self.workspace.path}, step {result.step:,}",
-                why=f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}",
-                fix="lower the learning_rate, lengthen the warm-up, or train in bf16 or fp32",
-            )
+            what = f"{trainer.skipped_in_row} steps in a row had a loss or gradient that is not finite"
+            why = f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}"
+            fix = "lower the learning_rate, lengthen the warm-up, or train in bf16 or fp32"
+            raise Failed(what, where=f"{self.workspace.path}, step {result.step:,}", why=why, fix=fix)
 
     def _agree_to_stop(self) -> bool:
         """Whether a signal reached any process; all end with the same step. Collective."""
@@ -261,11 +253,8 @@ class Run:
         if received == signal.SIGINT:
             say(f"saved at step {self.trainer.step:,}; the same command continues")
             raise KeyboardInterrupt
-        raise Stopped(
-            f"stopped by {received.name} at step {self.trainer.step:,}, saved and verified",
-            where=self.workspace.path,
-            fix="the same command continues",
-        )
+        what = f"stopped by {received.name} at step {self.trainer.step:,}, saved and verified"
+        raise Stopped(what, where=self.workspace.path, fix="the same command continues")
 
     def _finish(self, seconds: float) -> dict[str, Any]:
         recipe, steps = self.plan.recipe, self.report.summary()

@@ -37,20 +37,15 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
         total = memory_limit_bytes() // processes_here()  # which all need as much
         free = min(psutil.virtual_memory().available // processes_here(), total)
     if need > total:
-        raise Refused(
-            f"the run needs {amount(need, 'B')} of memory, {device.type} has {amount(total, 'B')}",
-            where="model, train",
-            why=_largest_first(terms),
-            fix="\n".join(_cheaper(recipe, config, device.type, total)),
-        )
+        what = f"the run needs {amount(need, 'B')} of memory, {device.type} has {amount(total, 'B')}"
+        fix = "\n".join(_cheaper(recipe, config, device.type, total))
+        raise Refused(what, where="model, train", why=_largest_first(terms), fix=fix)
     host, here = host_memory(config, recipe), memory_limit_bytes() // processes_here()
     if device.type == "cuda" and sum(host.values()) > here:
-        raise Refused(
-            f"a process needs {amount(sum(host.values()), 'B')} of the host, which has {amount(here, 'B')} for it",
-            where="train.offload" if recipe.train.offload else "checkpoint",
-            why=_largest_first(host),
-            fix="fewer processes on a machine, or more shards: parallel.sharding and parallel.data",
-        )
+        most, key = amount(sum(host.values()), "B"), "train.offload" if recipe.train.offload else "checkpoint"
+        what = f"a process needs {most} of the host, which has {amount(here, 'B')} for it"
+        fix = "fewer processes on a machine, or more shards: parallel.sharding and parallel.data"
+        raise Refused(what, where=key, why=_largest_first(host), fix=fix)
     if need > free:
         left = f"{amount(free, 'B')} of {amount(total, 'B')} are free just now"
         warn(f"the run needs about {amount(need, 'B')} and {left}")
@@ -67,12 +62,10 @@ def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, pha
     """The error of an allocation in a step: the phase, the largest consumers and the cheapest changes."""
     cuda = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if cuda else memory_limit_bytes()
-    return Failed(
-        f"out of memory in {phase}",
-        where=f"{device.type}, {amount(total, 'B')}",
-        why="predicted: " + _largest_first(predicted_memory(config, recipe, device.type, IN_A_STEP)),
-        fix="\n".join(_followable(recipe, config, device.type, OF_PHASE.get(phase, IN_A_STEP))),
-    )
+    where = f"{device.type}, {amount(total, 'B')}"
+    why = "predicted: " + _largest_first(predicted_memory(config, recipe, device.type, IN_A_STEP))
+    fix = "\n".join(_followable(recipe, config, device.type, OF_PHASE.get(phase, IN_A_STEP)))
+    return Failed(f"out of memory in {phase}", where=where, why=why, fix=fix)
 
 
 def _largest_first(terms: dict[str, int]) -> str:

@@ -84,12 +84,9 @@ def check_products(matmul: str, device: torch.device) -> None:
     if matmul == "same":
         return
     if matmul == "fp8" and device.type == "cpu":
-        raise WrongUse(
-            "a CPU has no fp8 products",
-            where="train.matmul",
-            why="they are made by tensor cores of compute capability 8.9 and later",
-            fix='train.matmul = "same", or "fp8-emulated" to see what the rounding does (slow)',
-        )
+        why = "they are made by tensor cores of compute capability 8.9 and later"
+        fix = 'train.matmul = "same", or "fp8-emulated" to see what the rounding does (slow)'
+        raise WrongUse("a CPU has no fp8 products", where="train.matmul", why=why, fix=fix)
     if matmul == "fp8":
         check_computes("fp8", device)
     if importlib.util.find_spec("torchao") is None:

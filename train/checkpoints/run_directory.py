@@ -71,12 +71,10 @@ class RunWorkspace(Workspace):
         file = self.path / OWNER
         found = file.read_text() if file.exists() else "nobody"
         if found != self.token:
-            raise Refused(
-                "another start of this run has taken over its directory",
-                where=self.path,
-                why=f"this one is {self.token}, the directory belongs to {found}",
-                fix="let the other one train; what it writes is whole, and nothing was written here",
-            )
+            what = "another start of this run has taken over its directory"
+            why = f"this one is {self.token}, the directory belongs to {found}"
+            fix = "let the other one train; what it writes is whole, and nothing was written here"
+            raise Refused(what, where=self.path, why=why, fix=fix)
 
     def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
         if self.leads:
@@ -136,12 +134,9 @@ def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     changed = [key for key in changed if not key.startswith(free)]
     if changed:
-        raise WrongUse(
-            "the run there has another recipe",
-            where=file,
-            why="\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed),
-            fix="train in another directory with --run-dir, or take the change back",
-        )
+        why = "\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
+        fix = "train in another directory with --run-dir, or take the change back"
+        raise WrongUse("the run there has another recipe", where=file, why=why, fix=fix)
 
 
 def _placeless(recipe: Recipe) -> dict[str, Any]:
@@ -157,12 +152,10 @@ def check_inputs(checkpoint: Path, inputs: Sequence[Input]) -> None:
     before = read_manifest(checkpoint).inputs
     changed = [item.path for item, old in zip(inputs, before) if item.hash != old.hash]
     if changed or len(before) != len(inputs):
-        raise Refused(
-            "the data have changed since the run was saved",
-            where=", ".join(changed[:3]) or f"{len(inputs)} inputs instead of {len(before)}",
-            why=f"their hashes are not those in {checkpoint / MANIFEST}",
-            fix="put the data back, or train in another directory with --run-dir",
-        )
+        where = ", ".join(changed[:3]) or f"{len(inputs)} inputs instead of {len(before)}"
+        why = f"their hashes are not those in {checkpoint / MANIFEST}"
+        fix = "put the data back, or train in another directory with --run-dir"
+        raise Refused("the data have changed since the run was saved", where=where, why=why, fix=fix)
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -198,12 +191,9 @@ def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ())
         else:
             return path
     if damaged is not None:
-        raise Refused(
-            "no checkpoint of this run is whole",
-            where=damaged.where,
-            why=f"{damaged.what}: {damaged.why}".rstrip(": "),
-            fix="restore a checkpoint from a copy, or start again in another directory: --run-dir",
-        )
+        why = f"{damaged.what}: {damaged.why}".rstrip(": ")
+        fix = "restore a checkpoint from a copy, or start again in another directory: --run-dir"
+        raise Refused("no checkpoint of this run is whole", where=damaged.where, why=why, fix=fix)
     return None
 
 

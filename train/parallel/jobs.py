@@ -48,11 +48,8 @@ class Job:
         """Raises WrongUse when the processes are no whole number of machines."""
         self.per_machine = min(self.per_machine, self.processes)
         if self.processes % self.per_machine:
-            raise WrongUse(
-                f"{self.processes} processes do not fill machines of {self.per_machine}",
-                where="--per-machine",
-                fix=f"a divisor of {self.processes}",
-            )
+            what = f"{self.processes} processes do not fill machines of {self.per_machine}"
+            raise WrongUse(what, where="--per-machine", fix=f"a divisor of {self.processes}")
         # what Kubernetes takes as the name of a Service, with room for the number of a pod in its 63 characters
         name = re.sub("[^a-z0-9]+", "-", self.name.lower())[:50].strip("-")
         self.name = name if name[:1].isalpha() else f"run-{name}".strip("-")

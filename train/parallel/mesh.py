@@ -129,11 +129,9 @@ def own_device(device: torch.device) -> torch.device:
     if device.type != "cuda" or processes_here() == 1:
         return device
     if processes_here() > torch.cuda.device_count():
-        raise WrongUse(
-            f"{processes_here()} processes on this machine, and {torch.cuda.device_count()} GPUs",
-            where="parallel",
-            fix='fewer processes for each machine, or train.device = "cpu"',
-        )
+        what = f"{processes_here()} processes on this machine, and {torch.cuda.device_count()} GPUs"
+        fix = 'fewer processes for each machine, or train.device = "cpu"'
+        raise WrongUse(what, where="parallel", fix=fix)
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 

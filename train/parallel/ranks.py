@@ -90,12 +90,15 @@ class Ranks:
             self._until_heard()
             dist.destroy_process_group()
         elif said := _loss(error):
-            raise Lost(
-                "the processes of the run no longer work together",
-                where=f"process {self.mesh.rank} of {self.mesh.world.size}",
-                why="\n".join([said, *self.behind]),
-                fix="the first process that failed says why; the same command continues from the last checkpoint",
-            ) from error
+            where, why = (
+                f"process {self.mesh.rank} of {self.mesh.world.size}",
+                "\n".join([said, *self.behind]),
+            )
+            fix = (
+                "the first process that failed says why; the same command continues from the last checkpoint"
+            )
+            what = "the processes of the run no longer work together"
+            raise Lost(what, where=where, why=why, fix=fix) from error
 
     def first_decides(self, decide: Callable[[], Decision]) -> Decision:
         """What the first `decide` returns, or the exit code of its error, for all. Collective, without a time limit."""
