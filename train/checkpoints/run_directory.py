@@ -1,5 +1,6 @@
 """The directory of a run: whose it is, which recipe may go on in it, which of its checkpoints is whole."""
 
+import re
 import shutil
 import time
 from collections.abc import Collection, Sequence
@@ -17,21 +18,10 @@ from ..logs.target import reached
 from ..recipes.recipe import Recipe
 
 LATEST = "latest"  # a text file beside the checkpoints with the name of one
-MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
-    "train.steps",
-    "train.eval_",
-    "train.stop_after_skipped",
-    "train.micro_batch_rows",
-    "train.recompute",
-    "train.compile",
-    "train.offload",
-    "train.device",
-    "train.deterministic",
-    "parallel.",
-    "evaluation.",
-    "checkpoint.",
-    "log.",
-    "target.",
+# on resume; every layout and split into micro-batches trains the same model
+MAY_CHANGE = re.compile(
+    r"train\.(steps|eval_|stop_after_skipped|micro_batch_rows|recompute|compile|offload|device|deterministic)"
+    r"|(parallel|evaluation|checkpoint|log|target)\."
 )
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 OWNER = ".owner"  # the token of the start that writes the run's directory
@@ -129,10 +119,10 @@ def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
         fix = "--resume auto continues it; --run-dir starts elsewhere"
         raise WrongUse("a run is already there", where=file.parent, fix=fix)
     before, now = (dict(leaves(_placeless(tree))) for tree in (load_recipe(file, Recipe), recipe))
-    # one left alone sends nothing
-    free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
-    changed = [key for key in changed if not key.startswith(free)]
+    changed = [key for key in changed if not MAY_CHANGE.match(key)]
+    if recipe.compression.scheme == "none":  # it sends nothing
+        changed = [key for key in changed if not key.startswith("compression.")]
     if changed:
         why = "\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
         fix = "train in another directory with --run-dir, or take the change back"
