@@ -47,10 +47,8 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
     """
     path = Path(path)
     if options.runtime == "auto":
-        names = runtimes_of(path, options)
-        return fastest(
-            [(name, partial(open_backend, path, replace(options, runtime=name))) for name in names]
-        )
+        by_name = {name: replace(options, runtime=name) for name in runtimes_of(path, options)}
+        return fastest({name: partial(open_backend, path, own) for name, own in by_name.items()})
     kind = kind_of(path)
     if not kind:
         found = find_model(path)
@@ -245,9 +243,7 @@ def run_graph(
 
 def pick_onnx_device(wanted: str) -> str:
     """As `pick_device`; "auto" is a GPU only where ONNX Runtime has its provider."""
-    if wanted != "auto":
-        return pick_device(wanted)
     import onnxruntime
 
     has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-    return pick_device("auto") if has_cuda else "cpu"
+    return "cpu" if wanted == "auto" and not has_cuda else pick_device(wanted)

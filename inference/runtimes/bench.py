@@ -6,7 +6,7 @@ products over the peak of the dtype. Embedding rows are negligible and left out;
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -105,14 +105,14 @@ def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]
     return list(titles.values()), [[row.get(key) for key in titles] for row in rows]
 
 
-def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
+def fastest(candidates: Mapping[str, Callable[[], Loaded]]) -> Loaded:
     """Open each candidate and return the fastest; those that cannot run are left out. Raises what the last one raised
     when none can.
     """
     found: dict[str, float] = {}
     best: Loaded | None = None
     failed: Exception | None = None
-    for name, opening in candidates:
+    for name, opening in candidates.items():
         loaded = None
         try:
             loaded = opening()
@@ -195,13 +195,13 @@ def floor_ms(
     return max(moved / chip.bandwidth_gb_s / 1e6, flops / peak / 1e9)
 
 
-def reported(config: ModelConfig, batch: int, tokens: int, on: str = "t4") -> dict[str, Any] | None:
-    """The newest row of NVIDIA's TensorRT demo for this encoder on this chip: {tensorrt, fp16_ms, int8_ms}."""
+def reported(config: ModelConfig, batch: int, tokens: int) -> dict[str, Any] | None:
+    """The newest row of NVIDIA's TensorRT demo for this encoder on a T4: {tensorrt, fp16_ms, int8_ms}."""
     model = BERT_SHAPES.get((config.layers, config.width))
     rows = [] if isinstance(config, GPTConfig) else read_json(PUBLISHED)["rows"]
     found = None
     for row in rows:
-        if (row["on"], row["model"], row["length"]) == (on, model, tokens) and batch in row["batch"]:
+        if (row["on"], row["model"], row["length"]) == ("t4", model, tokens) and batch in row["batch"]:
             at = row["batch"].index(batch)
             found = {"tensorrt": row["tensorrt"]}
             found |= {key: row[key][at] for key in ("fp16_ms", "int8_ms") if row.get(key)}

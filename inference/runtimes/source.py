@@ -98,30 +98,30 @@ def find_model(path: Path | str) -> FoundModel:
     return FoundModel(path, tokenizer if tokenizer.is_file() else None)
 
 
-def open_model(path: Path | str, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
+def open_model(path: Path | str) -> OpenedModel:
     """The torch model at `path`; of a run its latest checkpoint. Raises WrongUse when there is none, Refused for one
     that is cut or changed or of a kind that ours cannot express.
     """
-    return find_model(path).open(device, dtype)
+    return find_model(path).open()
 
 
-def pick_device(wanted: str, where: str = "--device") -> str:
+def pick_device(wanted: str) -> str:
     """One of "cpu" and "cuda:N"; "auto" is the first GPU, if any. Raises WrongUse for one that is not here."""
     if wanted == "cpu":
         return "cpu"
     if wanted != "auto" and not re.fullmatch(r"cuda(:\d+)?", wanted):
-        raise WrongUse(f"no device is called {wanted!r}", where=where, fix="give auto, cpu, cuda or cuda:N")
+        raise WrongUse(f"no device is called {wanted!r}", where="--device", fix="auto, cpu, cuda or cuda:N")
     import torch
 
     if not torch.cuda.is_available():
         if wanted == "auto":
             return "cpu"
         fix = "leave --device out, or see: throughline doctor"
-        raise WrongUse("no CUDA device here", where=where, fix=fix)
+        raise WrongUse("no CUDA device here", where="--device", fix=fix)
     number, there = int(wanted.partition(":")[2] or 0), torch.cuda.device_count()
     if number >= there:
         why = f"this machine has {there}"
-        raise WrongUse(f"no {wanted} here", where=where, why=why, fix=f"0 … {there - 1}")
+        raise WrongUse(f"no {wanted} here", where="--device", why=why, fix=f"0 … {there - 1}")
     return f"cuda:{number}"
 
 

@@ -119,6 +119,7 @@ class EngineSession:
         self._capture = capture if self._strategies is None else None
         self.capture_failures = 0
         self._stream: Any = torch.cuda.Stream(device) if device != "cpu" else None
+        self._handle = self._stream.cuda_stream if self._stream else 0
         with torch.cuda.stream(self._stream):
             self._runtime = library.Runtime(library.Logger(library.Logger.ERROR))
             loaded = self._runtime.deserialize_cuda_engine(plan)
@@ -165,24 +166,23 @@ class EngineSession:
         shapes = {name: binding.places[name][0] for name in self._inputs}
         profile = self._profile(shapes)
         binding.runs += 1
-        own = binding.runs == 2 and self._capture is not None
-        if own:
-            binding.context = self._new_context(profile)
-        elif profile not in self._contexts:
-            self._contexts[profile] = self._new_context(profile)
-        context = binding.context if own else self._contexts[profile]
+        capture = self._capture if binding.runs == 2 else None
+        if capture is not None:
+            context = binding.context = self._new_context(profile)
+        else:
+            context = self._contexts[profile] = self._contexts.get(profile) or self._new_context(profile)
         for name, (shape, address) in binding.places.items():
             if name in shapes:
                 self._done(context.set_input_shape(name, shape), f"take {name} {shape}")
             self._done(context.set_tensor_address(name, address), f"use the memory of {name}")
 
         def run() -> None:
-            self._done(context.execute_async_v3(self._handle()), f"run shapes {shapes}")
+            self._done(context.execute_async_v3(self._handle), f"run shapes {shapes}")
 
         run()  # before a capture too: what a context does once is then done
-        if own and self._capture is not None:
+        if capture is not None:
             try:
-                binding.replay = self._capture(run, self._stream)
+                binding.replay = capture(run, self._stream)
             except Exception as error:  # torch's and the driver's own kinds
                 self.capture_failures += 1
                 self._capture = binding.context = None
@@ -209,7 +209,7 @@ class EngineSession:
             wanted.cuda_graph_strategy = self._strategies.WHOLE_GRAPH_CAPTURE
             how = wanted
         context = self._done(self._engine.create_execution_context(how), "make an execution context")
-        self._done(context.set_optimization_profile_async(profile, self._handle()), f"use profile {profile}")
+        self._done(context.set_optimization_profile_async(profile, self._handle), f"use profile {profile}")
         return context
 
     def _done(self, answer: Any, what: str) -> Any:
@@ -218,6 +218,3 @@ class EngineSession:
             fix = "see what it printed; a GPU with too little free memory is the usual reason, else build it again here"
             raise Refused(f"TensorRT could not {what}", where=self._where, fix=fix)
         return answer
-
-    def _handle(self) -> int:
-        return 0 if self._stream is None else self._stream.cuda_stream

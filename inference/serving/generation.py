@@ -142,11 +142,10 @@ class TextStream:
 
     def _release(self) -> str:
         found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            text, self._held, self.stopped = self._held[: min(found)], "", True
-            return text
+        self.stopped = self.stopped or bool(found)
         keep = max((open_stop(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        cut = min(found, default=len(self._held) - keep)
+        text, self._held = self._held[:cut], "" if found else self._held[cut:]
         return text
 
 

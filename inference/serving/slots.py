@@ -241,8 +241,6 @@ class SlotBatch:
         if span.past == 0:
             sequence.prompt.append(Token(int(prompt[0])))
         targets = np.asarray(prompt[span.past + 1 : span.past + len(span.ids) + 1], np.int64)
-        if len(targets) == 0:
-            return
         most = sequence.job.prompt_logprobs or 0
         found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
         sequence.prompt += [Token(int(i), *one) for i, one in zip(targets, found)]

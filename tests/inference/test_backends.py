@@ -175,12 +175,10 @@ def test_a_candidate_that_dies_is_left_out(gpt_onnx: Path, monkeypatch: pytest.M
     def dies():
         raise RuntimeError("CUDA out of memory")
 
-    opened = bench.fastest(
-        [("first", dies), ("second", lambda: open_backend(gpt_onnx, BackendOptions("cpu")))]
-    )
+    opened = bench.fastest({"first": dies, "second": lambda: open_backend(gpt_onnx, BackendOptions("cpu"))})
     assert opened.causal is not None and "first: CUDA out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="out of memory"):
-        bench.fastest([("first", dies)])
+        bench.fastest({"first": dies})
 
 
 def test_tensorrts_provider_is_told_all_shapes(bert_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
