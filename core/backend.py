@@ -1,5 +1,4 @@
-"""What runs a model, whatever library does it: the protocols that `inference` implements and `eval` and the server use,
-and log-probabilities from the logits that it gives.
+"""What runs a model, in whatever library: protocols for `inference`, `eval` and the server; log-probabilities.
 
 - Ids come from the host as numpy. `step` leaves its logits where they were computed, as a NumPy array on the CPU
   and a torch tensor on a GPU, so that sampling happens there and only chosen ids travel.
@@ -57,9 +56,8 @@ ALL = Limits()  # of a runtime that takes any number
 def batches(
     items: Iterable[Item], length: Callable[[Item], int], limits: Limits, packed: bool = False
 ) -> Iterator[list[Item]]:
-    """Items in their order, in batches within the limits; one that is beyond them alone goes alone.
-
-    A batch of rows is padded to the longest of them; `packed`: its rows stand behind one another in one line.
+    """Items in their order, in batches within the limits; one that is beyond them alone goes alone. Rows are padded to
+    the longest of a batch; `packed`: they stand behind one another in one line.
     """
     batch: list[Item] = []
     filled = 0  # its tokens when packed, else its longest row
@@ -102,11 +100,9 @@ class CausalBackend(Protocol):
         """An empty cache for `rows` sequences."""
 
     def step(self, spans: Sequence[Span], cache: Cache) -> Array:
-        """Append the ids of all spans to their rows (each row at most once, in any order) and return the
-        logits asked for: float32 (N, V) on the backend's device, span after span.
-
-        Parts of prompts and single tokens of answers go together. What one row gets does not depend on the
-        others, up to the rounding of a matrix product of another height.
+        """Append the ids of all spans, parts of prompts and single tokens of answers, to their rows (each at most once)
+        and return the logits asked for: float32 (N, V) on the backend's device, span after span. What a row gets does
+        not depend on the others, up to the rounding of a matrix product of another height.
         """
 
     def copy_row(self, cache: Cache, source: int, target: int, tokens: int) -> None:

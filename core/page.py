@@ -42,20 +42,16 @@ class Chart:
     @property
     def data(self) -> str:
         """The chart as JSON for plots.js: xs once, and for each series a y or null at every x; behind them the upper
-        and the lower bounds of the series in `bands`. No "<" in it, so that no name can end the script element that it
-        stands in.
+        and the lower bounds of the series in `bands`. No "<" in it: no name can end the script element around it.
         """
-        xs = sorted({x for _, points in self.drawn for x, _ in points})
-        columns = [[dict(points).get(x) for x in xs] for _, points in self.drawn]
-        names = [name for name, _ in self.drawn]
-        bands = [place for place, (name, points) in enumerate(self.drawn) if self.errors.get(name)]
+        names, lines = [name for name, _ in self.drawn], [dict(points) for _, points in self.drawn]
+        xs = sorted({x for line in lines for x in line})
+        bands = [place for place, name in enumerate(names) if self.errors.get(name)]
         for place in bands:
             half = dict(thin(self.errors[names[place]]))
             for sign in (1, -1):
-                middle = dict(zip(xs, columns[place]))
-                columns.append(
-                    [y + sign * half[x] if y is not None and x in half else None for x, y in middle.items()]
-                )
+                lines.append({x: y + sign * half[x] for x, y in lines[place].items() if x in half})
+        columns = [[line.get(x) for x in xs] for line in lines]
         found = {"x": self.x, "names": names, "data": [xs, *columns], "log": self.logarithmic, "bands": bands}
         return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
 
