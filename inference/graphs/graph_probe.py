@@ -21,7 +21,7 @@ from .parity import Tally
 
 PROBE, OPTIMISED, WEIGHTS = "probe.onnx", "optimised.onnx", "optimised.onnx.data"
 TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
-ROWS, TOKENS, REAL = 2, 16, 9  # what is looked at: two rows, the second of 9 real tokens
+ROWS, TOKENS, REAL = 2, 16, 9  # what is looked at: two rows, a BERT's second of 9 real tokens
 
 
 @contextmanager
@@ -53,7 +53,8 @@ def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np
     """Inputs for a batch of two rows, and which of its tokens are real."""
     length = min(TOKENS, config.sequence_length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length))
-    real = np.arange(length) < np.array([[length], [min(REAL, length)]])
+    second = TOKENS if isinstance(config, GPTConfig) else REAL
+    real = np.arange(length) < np.array([[TOKENS], [second]])
     places = np.tile(np.arange(length), (ROWS, 1))
     values = {"input_ids": ids, "attention_mask": real.astype(np.int64), "token_type_ids": np.zeros_like(ids)}
     values |= {"logit_positions": places, "position_ids": places, "past_length": np.zeros(ROWS, np.int64)}
@@ -62,7 +63,7 @@ def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np
         capacity = 0 if given.name.startswith("past_key") else config.sequence_length
         shape = (ROWS, config.key_value_heads, capacity, config.head_size)
         feeds[given.name] = values.get(given.name, np.zeros(shape, TYPES[given.type]))
-    return feeds, np.ones_like(real) if isinstance(config, GPTConfig) else real
+    return feeds, real
 
 
 def probe(model: nn.Module, graph: Path, config: ModelConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
