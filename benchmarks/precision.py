@@ -28,9 +28,13 @@ HELD_OUT = ("Doyle_Hound_1902.txt.bz2", "Trollope_Warden_1855.txt.bz2")
 LOOSE = Bounds(1e9, 0.0, 1e9, 0.0, 1e9)  # figures are wanted, not a refusal
 KL, AGREEMENT = 0.01, {"fp32": 0.999, "fp16": 0.999, "int8": 0.98}
 FORMS = [
-    ("portable", "fp32"), ("portable", "fp16"), ("onnxruntime", "int8"), ("portable", "int8"),
-    ("tensorrt", "int8"), ("onnxruntime", "int4"),
-]  # fmt: skip
+    ("portable", "fp32"),
+    ("portable", "fp16"),
+    ("onnxruntime", "int8"),
+    ("portable", "int8"),
+    ("tensorrt", "int8"),
+    ("onnxruntime", "int4"),
+]
 GGUF = {"f16": "fp16", "q8_0": "int8", "q4_0": "int4"}
 Figures = dict[str, Any]
 
