@@ -27,6 +27,7 @@ SHOWN = {  # a model of each family, of its own proportions
     "opt": "opt-125m",
     "mixtral": "mixtral-8x7b",
     "qwen3_moe": "qwen3-30b-a3b",
+    "gpt_oss": "gpt-oss-20b",
     "olmoe": "olmoe-1b-7b",
     "starcoder2": "starcoder2-3b",
     "bloom": "bloom-176b",
@@ -72,7 +73,7 @@ where not; data, sharded and pipeline processes go with every family. *ONNX* is 
 before anything is computed; torch trains, evaluates, generates and serves every family. Of encoders *serve, eval* is embedding, reranking and masked
 words. A decoder whose directory has the `modules.json` of sentence-transformers (Qwen3-Embedding, E5-Mistral) embeds in the place of generating:
 `embed` and `serve` put around a text what its tokenizer does, pool by the last token or the mean, and take prompts by name. DeBERTa is refused: its attention adds products of contents and
-distances, which no kernel here has. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys, soft caps
+distances, which no kernel here has. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys, soft caps, sinks
 and ALiBi's dense masks as free.
 
 ## Experts
@@ -80,6 +81,8 @@ and ALiBi's dense masks as free.
 `model.overrides.experts = 8` makes every feed-forward one of eight, of which a token goes through `experts_per_token`; the fields below it in
 `models/config.py` are their width, a shared one, dense layers, the router's scores and groups. No token is dropped. Three things keep a router even:
 `balance_loss` (row by row, so that it depends on no layout), `router_z_loss`, and `balance_bias`, which is moved by the load of each step instead of a gradient.
+gpt-oss has `attention_sinks` (a learnt score of each head beside every softmax, merged by the log-sum-exp), experts with biases and a clamped gate
+(`gate_limit`). Its published weights are mxfp4: they are refused with the line of transformers that writes them in bf16.
 Sigmoid scores, groups, shared experts and that bias are those of DeepSeek V3 and dots.llm1. DeepSeek's latent attention is `kv_latent`, `q_latent`,
 `rope_width` and `value_width`; a cache keeps the keys and values that the latent makes, not the latent, and the weights of a checkpoint must be in bf16 or
 wider (its own are fp8 with scales, and a second token's layers, both refused by name).

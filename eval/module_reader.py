@@ -180,6 +180,7 @@ def tree_attention(
         k: Tensor,
         v: Tensor,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
         before: Sequence[Tensor] = (),
         keep: Callable[[Any], None] | None = None,
         **_: Any,
@@ -195,10 +196,8 @@ def tree_attention(
             own: tuple[Tensor, ...] = (k[:, :, seen:stop], v[:, :, seen:stop])
             if before:
                 own = tuple(torch.cat(both, dim=2) for both in zip(before, own))
-            found = scaled_dot_product(
-                q[:, :, first:stop], *own, mask=mask, is_causal=mask is None, softcap=softcap
-            )
-            out[:, :, first:stop] = found
+            how: Any = {"mask": mask, "is_causal": mask is None, "softcap": softcap, "sinks": sinks}
+            out[:, :, first:stop] = scaled_dot_product(q[:, :, first:stop], *own, **how)
         return out
 
     return attend

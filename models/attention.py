@@ -9,6 +9,8 @@
 | documents | else | as with a dense mask |
 | any | scores with a soft cap, compiled on CUDA | `attention_cuda.py`, FlexAttention |
 | any | scores with a soft cap, else | plain products, S x P scores in float32 |
+| none, causal; documents | with sinks, not compiled | as documents, merged with the sinks by the log-sum-exp |
+| else | with sinks | plain products, S x P scores in float32 |
 
 torch's fused one is, on a GPU in 16 bits without a mask, cuDNN's from Hopper on and FlashAttention on Ampere and Ada,
 the order that torch prefers; with a mask, in 32 bits or before Ampere the memory-efficient kernel.
@@ -29,9 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from . import attention_cuda
+from . import attention_cpu, attention_cuda
 from .attention_cpu import QUERIES, attend_runs, band_slices, scores_of
 from .config import GPTConfig
 
@@ -68,15 +71,18 @@ class Documents:
         is_causal: bool,
         dropout: float = 0.0,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention (B, A, S, D) within the documents, to tokens less than `window` away (0: all), where
-        `knows_windows`.
+        `knows_windows`. `sinks`: as in `scaled_dot_product`, without dropout.
         """
         rows, _, length, _ = q_BASD.shape
         # products of the same dtype: rotary positions leave queries and keys in float32 under autocast
         q, k, v = (x.to(v_BGSD.dtype).transpose(1, 2).flatten(0, 1) for x in (q_BASD, k_BGSD, v_BGSD))
         out = None
-        if q.is_cuda:
+        if sinks is not None:
+            out = _WithSinks.apply(q, k, v, sinks, self.bounds_N, self.longest, is_causal, window)
+        elif q.is_cuda:
             out = attention_cuda.attend_runs(q, k, v, self.bounds_N, self.longest, is_causal, dropout, window)
         elif dropout == 0.0 and q.device.type == "cpu":
             out, _ = attend_runs(q, k, v, self.bounds_N, is_causal, window)
@@ -88,6 +94,40 @@ class Documents:
 
 
 Mask = Tensor | Documents  # which keys a query sees
+
+
+def rows_of(q_BASD: Tensor) -> Documents:
+    """Each row as a document."""
+    rows, _, length, _ = q_BASD.shape
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=q_BASD.device)
+    return Documents(ends * length, length)
+
+
+class _WithSinks(torch.autograd.Function):
+    """Attention of runs beside a sink of each head: a key without a value, merged as parts of a row are in a ring. The
+    kernels' backward of a merged result is that of its part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sinks_A: Tensor, *rules: Any
+    ) -> Tensor:
+        bounds, *ctx.rest = rules
+        ctx.kernel = attention_cuda if attention_cuda.has_flash(q_TAD) else attention_cpu
+        out, lse_AT = ctx.kernel.forward(q_TAD, k_TGD, v_TGD, bounds, bounds, *ctx.rest)
+        whole_AT = torch.logaddexp(lse_AT, sinks_A[:, None].to(lse_AT.dtype))
+        out = out * (lse_AT - whole_AT).exp().t()[..., None].to(out.dtype)
+        ctx.save_for_backward(q_TAD, k_TGD, v_TGD, sinks_A, bounds, out, whole_AT)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TAD: Tensor) -> tuple[Tensor | None, ...]:
+        *qkv, sinks_A, bounds, out, whole_AT = ctx.saved_tensors
+        found = ctx.kernel.backward(grad_TAD, *qkv, out, whole_AT, bounds, bounds, *ctx.rest)
+        shares_AT = (sinks_A[:, None] - whole_AT).exp()
+        for_sinks = -(shares_AT * (grad_TAD.to(whole_AT.dtype) * out).sum(-1).t()).sum(1)
+        return *found, for_sinks.to(sinks_A.dtype), None, None, None, None
 
 
 def knows_windows(q: Tensor, dropout: float) -> bool:
@@ -104,15 +144,21 @@ def scaled_dot_product(
     is_causal: bool = False,
     dropout: float = 0.0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention (B, A, S, D).
 
     `mask` broadcasts to (B, A, S, P): True (or 0.0) where a query may look, False (or -inf) where not; or it is the
     documents of the rows. With `is_causal` and no dense mask nothing is computed to the right of the diagonal.
-    `softcap` c, without dropout: scores x become c tanh(x / c) first.
+    `softcap` c, without dropout: scores x become c tanh(x / c) first. `sinks` (A,), without dropout: scores beside
+    those of each query, whose share of the softmax goes to no value.
     """
-    if softcap:
-        return _attend_capped(q_BASD, k_BGPD, v_BGPD, mask, is_causal, softcap)
+    whole = is_causal and q_BASD.shape[2] == k_BGPD.shape[2] and not isinstance(mask, Tensor)
+    if softcap or (sinks is not None and (torch.compiler.is_compiling() or not whole)):
+        return _attend_plainly(q_BASD, k_BGPD, v_BGPD, mask, is_causal, softcap, sinks)
+    if sinks is not None:
+        runs = mask if isinstance(mask, Documents) else rows_of(q_BASD)
+        return runs.attend(q_BASD, k_BGPD, v_BGPD, is_causal, sinks=sinks)
     if isinstance(mask, Documents):
         return mask.attend(q_BASD, k_BGPD, v_BGPD, is_causal, dropout)
     if _is_short(q_BASD, k_BGPD):
@@ -158,12 +204,18 @@ def _attend_short(
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(0, (batch, heads))
 
 
-def _attend_capped(
-    q_BASD: Tensor, k_BGPD: Tensor, v_BGPD: Tensor, mask: Mask | None, is_causal: bool, softcap: float
+def _attend_plainly(
+    q_BASD: Tensor,
+    k_BGPD: Tensor,
+    v_BGPD: Tensor,
+    mask: Mask | None,
+    is_causal: bool,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     (rows, _, length, size), groups = q_BASD.shape, k_BGPD.shape[1]
     biased = isinstance(mask, Tensor) and mask.dtype != torch.bool
-    if attention_cuda.has_flex(q_BASD) and not biased:
+    if attention_cuda.has_flex(q_BASD) and not biased and sinks is None:
         seen = mask.ids(rows, length) if isinstance(mask, Documents) else None
         if isinstance(mask, Tensor):
             seen = mask.expand(rows, *mask.shape[-3:])[:, 0] if mask.dim() > 2 else mask.expand(rows, -1, -1)
@@ -175,11 +227,18 @@ def _attend_capped(
         mask = torch.ones(length, k_BGPD.shape[2], dtype=torch.bool, device=q_BASD.device).tril()
     q, k, v = q_BASD.unflatten(1, (groups, -1)), k_BGPD[:, :, None], v_BGPD[:, :, None]
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))  # (B, G, A / G, S, P)
-    scores = torch.tanh(scores / (math.sqrt(size) * softcap)) * softcap
+    if softcap:
+        scores = torch.tanh(scores / (math.sqrt(size) * softcap)) * softcap
+    else:
+        scores = scores / math.sqrt(size)
     if mask is not None:
         mask = mask[:, :, None] if mask.dim() == 4 else mask
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
-    return (scores.softmax(-1).to(v.dtype) @ v).flatten(1, 2)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    shares = scores.softmax(-1)[..., : k.shape[-2]]
+    return (shares.to(v.dtype) @ v).flatten(1, 2)
 
 
 class KeyValueCache:

@@ -141,19 +141,21 @@ def attend_cache(
     longest: int,
     most_seen: int,
     window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(T, A, D): of the run of queries of each row of a cache, the last of which see its first `seen_R` (int32) places,
     less than `window` away (0: all). Where `has_flash`; nothing is read beyond them.
     """
     rows, places = k_RPGD.shape[:2]
     starts_N = torch.arange(rows + 1, dtype=torch.int32, device=q_TAD.device) * places
-    return aten._flash_attention_forward(
+    out, lse_AT, *_ = aten._flash_attention_forward(
         *(q_TAD, k_RPGD.flatten(0, 1), v_RPGD.flatten(0, 1), bounds_N, starts_N, longest, most_seen),
         *(0.0, not window, False),  # no dropout, causal, no mask to look at
         window_size_left=window - 1,  # -1 is everything
         window_size_right=0,
         seqused_k=seen_R,
-    )[0]
+    )
+    return out if sinks is None else out * (lse_AT - sinks[:, None]).sigmoid().t()[..., None].to(out.dtype)
 
 
 def forward(
@@ -164,11 +166,11 @@ def forward(
     k_bounds: Tensor,
     longest: int,
     causal: bool,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As `attention_cpu.forward`, where `has_flash`."""
-    out, lse, *_ = aten._flash_attention_forward(
-        q_TAD, k_UGD, v_UGD, q_bounds, k_bounds, longest, longest, 0.0, causal, False
-    )
+    """As `attention_cpu.forward`, where `has_flash`; a window is causal."""
+    inputs = q_TAD, k_UGD, v_UGD, q_bounds, k_bounds, longest, longest
+    out, lse, *_ = aten._flash_attention_forward(*inputs, 0.0, causal and not window, False, **_sides(window))
     return out, lse.masked_fill(lse == math.inf, -math.inf)  # what the kernel gives a run without keys
 
 
@@ -183,10 +185,17 @@ def backward(
     k_bounds: Tensor,
     longest: int,
     causal: bool,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attention_cpu.backward`, where `has_flash`."""
     none = torch.zeros((), dtype=torch.uint64, device=q_TAD.device)  # the state of a dropout of 0
     return aten._flash_attention_backward(
         *(grad_TAD, q_TAD, k_UGD, v_UGD, out_TAD, lse_AT),
-        *(q_bounds, k_bounds, longest, longest, 0.0, causal, none, none),
+        *(q_bounds, k_bounds, longest, longest, 0.0, causal and not window, none, none),
+        **_sides(window),
     )
+
+
+def _sides(window: int) -> dict[str, int]:
+    """How far a query sees: with a window to the left alone."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import Documents, Mask, knows_windows, scaled_dot_product
+from .attention import Documents, Mask, knows_windows, rows_of, scaled_dot_product
 from .config import TransformerConfig
 from .layers import Block
 from .transformer import AttentionPattern
@@ -124,21 +124,22 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         is_causal: bool = False,
         dropout: float = 0.0,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         length = q_BASD.shape[2]
-        if softcap:
+        along = pattern.is_band and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout)
+        if softcap or (sinks is not None and (torch.compiler.is_compiling() or not along)):
             places = torch.arange(length, device=q_BASD.device)
             seen = pattern.sees(places[:, None], places, causal, length, layer)
             mask = mask.mask(len(q_BASD), length, is_causal) if isinstance(mask, Documents) else mask
             mask = seen if mask is None else mask & seen
-            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, softcap=softcap)
-        if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, softcap=softcap, sinks=sinks)
+        near = pattern.kind == "sliding" and length <= pattern.window
+        if near and sinks is None:  # the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
-        if pattern.is_band and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout):
-            if mask is None:
-                ends = torch.arange(len(q_BASD) + 1, dtype=torch.int32, device=q_BASD.device)
-                mask = Documents(ends * length, length)
-            return mask.attend(q_BASD, k_BGTD, v_BGTD, causal, dropout, pattern.window)
+        if along:
+            runs = mask if isinstance(mask, Documents) else rows_of(q_BASD)
+            return runs.attend(q_BASD, k_BGTD, v_BGTD, causal, dropout, pattern.window, sinks)
         return _attend_blocks(pattern, causal, layer, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
 
     return attend

@@ -39,6 +39,9 @@ class GPTConfig(TransformerConfig):
     scaled_embeddings: bool = False  # by the root of the width
     attention_softcap: float = 0.0  # scores x become c tanh(x / c); 0: they stay
     logit_softcap: float = 0.0
+    attention_sinks: bool = False  # a learnt score of each head for nothing, in every softmax (gpt-oss)
+    # a gated activation as gpt-oss has it, its inputs clamped to this; 0: a plain one
+    gate_limit: float = 0.0
     experts: int = 0  # feed-forwards of which a token goes through a few (models/experts.py); 0: a dense one
     experts_per_token: int = 2
     expert_width: int = 0  # of each; 0: `mlp_width`
@@ -80,7 +83,9 @@ class GPTConfig(TransformerConfig):
         plain = plain and not self.has_bias("qkv") and not self.norm_from_one
         stray = not latent and (self.q_latent or self.value_width)
         turned = self.positions == "rotary" and 0 < self.rope_width < self.head_size
-        sizes = ("kv_latent", "q_latent", "value_width", "query_scalar", "attention_softcap", "logit_softcap")
+        sizes = ["kv_latent", "q_latent", "value_width", "query_scalar", "attention_softcap", "logit_softcap"]
+        sizes += ["gate_limit"]
+        unlike = self.gate_limit and not (self.gated and self.activation == "silu")
         problems = self.below(0, *sizes) + listed(
             (stray, "q_latent and value_width are of latent attention, and kv_latent is 0"),
             (
@@ -102,6 +107,8 @@ class GPTConfig(TransformerConfig):
             ),
             (parallel, f"a {self.residual} residual has its norms before the branches"),
             (self.attention_softcap and self.dropout, "attention_softcap has no kernel with dropout"),
+            (self.attention_sinks and self.dropout, "attention_sinks have no kernel with dropout"),
+            (unlike, "gate_limit is of a gated feed-forward with activation = silu"),
         )
         return problems + self._expert_problems()
 
@@ -122,7 +129,6 @@ class GPTConfig(TransformerConfig):
             (uneven, f"{experts} experts cannot be {groups} groups of two and more, {chosen} for each token"),
             (few, f"{chosen} groups have fewer than {each} experts for a token"),
             (no_layer, "dense_layers and expert_every leave no layer with experts"),
-            (self.has_bias("mlp"), "experts have no biases: set bias = false, or linear_bias"),
         )
 
     def attention_parameters(self) -> int:
@@ -136,7 +142,8 @@ class GPTConfig(TransformerConfig):
     def block_norm_parameters(self) -> int:
         norms = {"before": 2, "after": 2, "around": 4}[self.norm_place] - (self.residual == "shared")
         scales = {"none": 0, "head": 2, "whole": self.heads + self.key_value_heads}[self.qk_norm]
-        return norms * self.norm_parameters() + scales * self.head_size + self.kv_latent + self.q_latent
+        scales = scales * self.head_size + self.kv_latent + self.q_latent
+        return norms * self.norm_parameters() + scales + self.heads * self.attention_sinks
 
     def parameter_count(self) -> int:
         """Parameters of the built model; a tied output matrix counts once."""
@@ -157,14 +164,19 @@ class GPTConfig(TransformerConfig):
             return 0
         through = self.experts_per_token if active else self.experts
         size = (through + self.shared_experts) * self.expert_size - self.feed_forward_size
-        router = self.experts * (self.width + (self.balance_bias and not active))
+        router = self.experts * self.width
+        if not active:  # only what multiplies a token
+            router += self.experts * (self.balance_bias + self.has_bias("mlp"))
+            size_of, shared = self.feed_forward_biases, self.shared_experts * self.expert_size
+            router += through * size_of(self.expert_size) - size_of(self.feed_forward_size)
+            router += size_of(shared) if shared else 0
         return self.expert_layers * (self.feed_forward_parameters(size) + router)
 
     def active_parameter_count(self) -> int:
         """Of the parameters those that a token goes through: all but the experts that were not chosen for it."""
         idle = self.experts - self.experts_per_token
-        unused = self.expert_layers * self.feed_forward_parameters(idle * self.expert_size)
-        return self.parameter_count() - (unused if self.experts else 0)
+        each = self.feed_forward_parameters(self.expert_size) + self.feed_forward_biases(self.expert_size)
+        return self.parameter_count() - (self.expert_layers * idle * each if self.experts else 0)
 
     def flops_per_token(self, sequence_length: int | None = None) -> int:
         """Model FLOPs of forward and backward for one token, with logits for every token.

@@ -11,7 +11,7 @@ Shape letters: N tokens, E experts, K experts of a token, M = N x K tokens in th
 width of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from .config import GPTConfig
 from .linear import linear
 
+SWIGLU_GAIN = 1.702  # of gpt-oss: x sigmoid(1.702 x) is near a GELU (Hendrycks and Gimpel 2016)
 ROWS = 64  # of one expert's product on a CPU a multiple, beyond so many
 
 
@@ -34,6 +35,14 @@ class Routing(NamedTuple):
     weights_NK: Tensor  # of their answers
 
 
+def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], limit: float) -> Tensor:
+    """activation(gate) * up; with a limit as in gpt-oss, both clamped and 1 added to `up`."""
+    if not limit:
+        return activation(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(SWIGLU_GAIN * gate) * (up + 1)
+
+
 class RoutedFeedForward(nn.Module):
     """A router, its experts, and a `shared` feed-forward that every token goes through."""
 
@@ -42,7 +51,7 @@ class RoutedFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.router = nn.Linear(config.width, config.experts, bias=config.has_bias("mlp"))
         self.balance_bias = None
         if config.balance_bias:  # moved by the load of the experts, not by a gradient (Wang et al. 2024)
             self.balance_bias = nn.Parameter(torch.empty(config.experts), requires_grad=False)
@@ -92,7 +101,7 @@ class RoutedFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """The matrices of all experts, stacked: one is what `FeedForward` is."""
+    """The matrices of all experts, and their biases if they have any, stacked: one is what `FeedForward` is."""
 
     def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -100,40 +109,48 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(outer))
         self.gate = nn.Parameter(torch.empty(outer)) if config.gated else None
         self.down = nn.Parameter(torch.empty(config.experts, *inner))
-        self.activation = activation
+        self.names = ["up", "gate", "down"] if config.gated else ["up", "down"]
+        for name in list(self.names) if config.has_bias("mlp") else ():
+            size = config.width if name == "down" else config.expert_size
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(config.experts, size)))
+            self.names.append(f"{name}_bias")
+        self.activation, self.limit = activation, config.gate_limit
         self.product: Callable[..., Tensor] = F.linear  # of one expert's rows
 
     def forward(self, x_MW: Tensor, counts_E: Tensor) -> Tensor:
         """Tokens in the order of their experts, of which each has so many -> (M, W)."""
-        matrices = (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
+        stacked = [getattr(self, name) for name in self.names]
         if x_MW.is_cuda and x_MW.dtype == torch.bfloat16:
             ends = counts_E.cumsum(0, dtype=torch.int32)
-            grouped = lambda x, weight: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)  # noqa: E731
-            return self._answers(x_MW, *matrices, product=grouped)
-        each = zip(x_MW.split(counts_E.tolist()), *(matrix.unbind() for matrix in matrices))
-        return torch.cat([self._of_one(*given) for given in each])
 
-    def _of_one(self, x_NW: Tensor, *matrices: Tensor) -> Tensor:
+            def grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+                return y if bias is None else y + bias.repeat_interleave(counts_E, 0, output_size=len(x))
+
+            return self._answers(x_MW, stacked, grouped)
+        each = zip(x_MW.split(counts_E.tolist()), *(given.unbind() for given in stacked))
+        return torch.cat([self._of_one(rows, given) for rows, *given in each])
+
+    def _of_one(self, x_NW: Tensor, given: Sequence[Tensor]) -> Tensor:
         """Of one expert. On a CPU oneDNN makes a kernel for every number of rows that it meets, which costs as much as
         eight products (256 rows, bf16): rows of zeros leave few such numbers.
         """
         by_onednn = x_NW.dtype.itemsize == 2 or self.product is linear
         more = -len(x_NW) % ROWS if by_onednn and not x_NW.is_cuda and len(x_NW) > ROWS else 0
         padded = F.pad(x_NW, (0, 0, 0, more)) if more else x_NW
-        return self._answers(padded, *matrices, product=self.product)[: len(x_NW)]
+        return self._answers(padded, given, self.product)[: len(x_NW)]
 
-    def _answers(
-        self,
-        x: Tensor,
-        up: Tensor,
-        down: Tensor,
-        gate: Tensor | None = None,
-        *,
-        product: Callable[..., Tensor],
-    ) -> Tensor:
-        hidden = product(x, up)
-        hidden = self.activation(hidden) if gate is None else self.activation(product(x, gate)) * hidden
-        return product(hidden, down)
+    def _answers(self, x: Tensor, given: Sequence[Tensor], product: Callable[..., Tensor]) -> Tensor:
+        """By matrices and biases in the order of `names`."""
+        count = 2 if self.gate is None else 3
+        matrices = given[:count]
+        biases: Sequence[Tensor | None] = given[count:] or [None] * count
+        hidden = product(x, matrices[0], biases[0])
+        if self.gate is None:
+            hidden = self.activation(hidden)
+        else:
+            hidden = gated(product(x, matrices[1], biases[1]), hidden, self.activation, self.limit)
+        return product(hidden, matrices[-1], biases[-1])
 
 
 class _Taken(torch.autograd.Function):

@@ -29,6 +29,7 @@ class Names(NamedTuple):
     experts: dict[str, str] = {}
     shared: dict[str, str] = {}  # of the feed-forward that every token goes through
     latent: dict[str, str] = {}  # what queries, keys and values are made of; `q`: queries without a latent
+    sinks: str = ""  # a whole name too
     balance: str = ""  # the bias of the router's choice, a whole name
     how: str = "split"
     types: str = ""
@@ -121,10 +122,11 @@ class Pair(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    how: Literal["same", "transposed", "split", "conv_qkv", "stacked", "rolled"] = "same"
+    how: Literal["same", "transposed", "split", "conv_qkv", "stacked", "rolled", "woven"] = "same"
     rows: tuple[tuple[int, int], ...] = ()  # of each of theirs that is ours; (): all
     neighbours: int = 0  # numbers of a query or key head that are turned as pairs (2i, 2i + 1) there
-    size: int = 0  # of a head whose last numbers are turned there, its first ones here
+    # rolled: of a head whose last numbers are turned there, its first ones here; woven: the first of every two columns
+    size: int = 0
 
 
 def pairs(config: ModelConfig, kind: str) -> Iterator[Pair]:
@@ -170,6 +172,8 @@ def _trunk_pairs(config: ModelConfig, names: Names) -> Iterator[Pair]:
             if layer or mine != "attention_norm" or not reads_normed:
                 yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias)
         yield from _qkv_pairs(config, names, f"{ours}.attention", theirs)
+        if names.sinks:
+            yield Pair(f"{ours}.attention.sinks", (f"{theirs}.{names.sinks}",))
         matrices = names.matrices
         if isinstance(config, GPTConfig) and config.has_experts(layer):
             matrices = {mine: name for mine, name in matrices.items() if not mine.startswith("mlp")}
@@ -183,8 +187,15 @@ def _trunk_pairs(config: ModelConfig, names: Names) -> Iterator[Pair]:
 
 
 def _expert_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
-    yield from _both(f"{ours}.router", f"{theirs}.{names.router}", bias=False)
+    biased = config.has_bias("mlp")
+    yield from _both(f"{ours}.router", f"{theirs}.{names.router}", biased)
     for mine, name in names.experts.items():
+        if "{}" not in name:  # of all experts one tensor, turned, with the columns of gate and up in turn
+            pair = Pair(f"{ours}.experts.{mine}", (f"{theirs}.{name}",), "woven", size=int(mine == "up"))
+            yield pair._replace(how="transposed") if mine == "down" else pair
+            bias = pair._replace(ours=f"{pair.ours}_bias", theirs=(f"{theirs}.{name}_bias",))
+            yield bias._replace(how="same") if mine == "down" else bias
+            continue
         each = tuple(f"{theirs}.{name.format(expert)}.weight" for expert in range(config.experts))
         yield Pair(f"{ours}.experts.{mine}", each, "stacked")
     for mine, name in names.shared.items() if config.shared_experts else ():

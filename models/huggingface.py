@@ -162,12 +162,16 @@ def _outward(state: State, table: Iterable[Pair], head_size: int) -> State:
     """Our tensors under their names and in their shapes."""
     theirs: State = {}
     stacked: dict[str, dict[int, Tensor]] = {}  # the rows of a tensor of theirs that several of ours make up
+    woven: dict[str, dict[int, Tensor]] = {}  # and its columns
     for pair in table:
         for place, part in enumerate(_parted(state[pair.ours], pair, head_size)):
             if pair.rows:
                 stacked.setdefault(pair.theirs[place], {})[pair.rows[place][0]] = part
+            elif pair.how == "woven":
+                woven.setdefault(pair.theirs[place], {})[pair.size] = part
             else:
                 theirs[pair.theirs[place]] = part
+    theirs |= {name: torch.stack((parts[0], parts[1]), -1).flatten(-2) for name, parts in woven.items()}
     return theirs | {name: torch.cat([parts[i] for i in sorted(parts)]) for name, parts in stacked.items()}
 
 
@@ -175,7 +179,9 @@ def _parted(value: Tensor, pair: Pair, head_size: int) -> list[Tensor]:
     if pair.how == "same":
         return [value]
     if pair.how == "transposed":
-        return [value.t().contiguous()]
+        return [value.mT.contiguous()]
+    if pair.how == "woven":
+        return [value.mT if value.dim() == 3 else value]
     if pair.how == "stacked":
         return [one.clone() for one in value]  # a file has no tensors that share memory
     if pair.how == "rolled":
@@ -196,7 +202,10 @@ def _inward(state: Mapping[str, Tensor], pair: Pair, head_size: int) -> Tensor:
     if pair.how == "same":
         return values[0]
     if pair.how == "transposed":
-        return values[0].t()
+        return values[0].mT
+    if pair.how == "woven":
+        half = values[0][..., pair.size :: 2]
+        return half.mT if half.dim() == 3 else half
     if pair.how == "stacked":
         return torch.stack(values)
     if pair.how == "rolled":

@@ -144,6 +144,7 @@ def _write_rope(config: ModelConfig, family: Family) -> Fields:
     rope = {theirs: getattr(config, ours) for theirs, (ours, _) in names.items() if getattr(config, ours)}
     if "original_max_position_embeddings" in names:
         rope.setdefault("original_max_position_embeddings", config.sequence_length)
+    rope |= {} if config.rope_truncate else {"truncate": False}
     rope |= {"rope_type": "default" if config.rope_scaling == "none" else config.rope_scaling}
     fields: Fields = {family.theta[0]: config.rope_theta, "rope_scaling": rope if names else None}
     rope = rope | {"rope_theta": config.rope_theta}
@@ -189,6 +190,13 @@ def unlike_ours(where: str, why: str) -> Refused:
 
 
 def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
+    if quantised := fields.get("quantization_config"):
+        kind = str(quantised.get("quant_method"))
+        loader = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}.get(kind, "its own config")
+        how = f"dtype='bfloat16', quantization_config={loader}(dequantize=True)"
+        fix = f"write them in bf16 by transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY, {how})"
+        fix += ".save_pretrained(NEW, save_original_format=False)"
+        raise Refused("the weights of this model are quantised", where=where, why=f"by {kind}", fix=fix)
     must = family.must | {"add_cross_attention": (False,)}
     known = {*family.fields, *must, *family.ignored, *ignored(), *WINDOWS[family.windows], *family.dropouts}
     known |= {family.biased, family.theta[0], family.part[0], "rope_parameters", "rope_scaling"}
@@ -249,7 +257,7 @@ def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fie
         raise unlike_ours(where, f"scaled rope: {rope}")
     names = SCALINGS.get(kind, {})
     plain = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
-    plain |= {"truncate"} if rope.get("truncate", True) else set()
+    plain |= {"truncate"} if kind == "yarn" or rope.get("truncate", True) else set()
     plain |= {"original_max_position_embeddings"} if kind in ("default", "dynamic", "linear") else set()
     if other := {name for name in rope if rope[name] is not None} - plain - set(names):
         raise unlike_ours(where, f"scaled rope with {', '.join(sorted(other))}: {rope}")
@@ -261,6 +269,8 @@ def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fie
     ):
         ours["rope_magnitude"] = 0.0  # the usual one, told
     ours = {name: float(value) if name != "rope_original_length" else value for name, value in ours.items()}
+    if kind == "yarn" and not rope.get("truncate", True):
+        ours["rope_truncate"] = False
     theta: Any = fields.get("rope_theta", fields.get(family.theta[0], family.theta[1]))
     ours |= {"rope_scaling": "none" if kind == "default" else kind}
     ours["rope_theta"] = float(rope.get("rope_theta") or theta)

@@ -96,12 +96,13 @@ def initial_values(
 
     Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream
     are divided by sqrt(2 L), so that the sum of L layers keeps its variance (Radford et al. 2019, section
-    2.3). Biases are 0, norm scales 1 (their weights 0 where the norm adds 1).
+    2.3). Biases and sinks are 0, norm scales 1 (their weights 0 where the norm adds 1).
     """
-    if name.endswith("bias") or len(shape) == 1:
+    zero = name.endswith(("bias", "sinks"))
+    if zero or len(shape) == 1:
         size = shape if part is None else torch.empty(shape, device="meta")[part].shape
         from_one = isinstance(config, GPTConfig) and config.norm_from_one
-        return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)
+        return torch.zeros(size) if zero or from_one else torch.ones(size)
     scaled = name.endswith(RESIDUAL) and (isinstance(config, GPTConfig) or config.norm_first)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")

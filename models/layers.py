@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .attention import Mask, scaled_dot_product
 from .config import BERTConfig, GPTConfig
-from .experts import RoutedFeedForward
+from .experts import RoutedFeedForward, gated
 from .rotary import Rotary, rotate, yarn_magnitude
 from .transformer import TransformerConfig
 
@@ -116,6 +116,7 @@ class Attention(nn.Module):
         self.k_norm: nn.Module | None = None
         self.scale = 1.0  # of queries, beside the kernels' 1 / root of D
         self.settled: dict[str, float] = {}  # what `attend` is told besides, the same in every call
+        self.sinks: nn.Parameter | None = None
         if isinstance(config, GPTConfig):
             self.whole_norm = config.qk_norm == "whole"
             if config.qk_norm != "none":
@@ -127,6 +128,8 @@ class Attention(nn.Module):
                 self.scale *= yarn_magnitude(config, config.rope_magnitude_all) ** 2
             if config.attention_softcap:
                 self.settled = {"softcap": config.attention_softcap}
+            if config.attention_sinks:
+                self.sinks = nn.Parameter(torch.empty(heads))
         self.out = nn.Linear(heads * config.value_size, config.width, bias=config.has_bias("out"))
         self.attend: Callable[..., Tensor] = scaled_dot_product
 
@@ -156,7 +159,8 @@ class Attention(nn.Module):
         if self.scale != 1.0:
             q = q * self.scale
         dropout = self.dropout if self.training else 0.0
-        heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout, **self.settled)
+        besides = self.settled if self.sinks is None else {**self.settled, "sinks": self.sinks}
+        heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout, **besides)
         if self.value_size < self.head_size:
             heads_BASD = heads_BASD[..., : self.value_size]
         return self.out(heads_BASD.transpose(1, 2).flatten(2))
@@ -187,12 +191,13 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(config.width, size, bias=bias) if config.gated else None
         self.down = nn.Linear(size, config.width, bias=bias)
         self.activation = activation_function(config.activation)
+        self.limit = config.gate_limit if isinstance(config, GPTConfig) else 0.0
 
     def forward(self, x_BSW: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_BSW)))
         gate, up = products(x_BSW, self.gate, self.up)
-        return self.down(self.activation(gate) * up)
+        return self.down(gated(gate, up, self.activation, self.limit))
 
 
 def make_feed_forward(config: TransformerConfig, layer: int) -> nn.Module:

@@ -87,7 +87,10 @@ def _ramp(config: TransformerConfig, size: int, length: int) -> Tensor:
     def place(turns: float) -> float:  # of the frequency that turns so often in the trained length
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low, high = max(math.floor(place(config.rope_high)), 0), min(math.ceil(place(config.rope_low)), size - 1)
+    low, high = place(config.rope_high), place(config.rope_low)
+    if config.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     return ((torch.arange(size // 2).float() - low) / (high - low if high != low else 0.001)).clamp(0, 1)
 
 

@@ -152,6 +152,7 @@ class TransformerConfig:
     # turns in the original length below which llama3 and yarn divide a frequency by the factor
     rope_low: float = 1.0
     rope_high: float = 4.0  # and above which they leave it as it is
+    rope_truncate: bool = True  # yarn: the ramp between them begins and ends at a whole frequency
     rope_magnitude: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(rope_factor) + 1
     # yarn as DeepSeek has it: with m(x) = 0.1 x ln(rope_factor) + 1 cosines and sines have m(part) / m(all), and
     # where keys have a latent the scores m(all)^2
@@ -320,6 +321,10 @@ class TransformerConfig:
         """Weights of a feed-forward of this width inside."""
         return (3 if self.gated else 2) * self.width * size
 
+    def feed_forward_biases(self, size: int) -> int:
+        """Biases of a feed-forward of this width inside."""
+        return ((2 if self.gated else 1) * size + self.width) * self.has_bias("mlp")
+
     def expert_parameters(self, active: bool = False) -> int:
         """What experts add to all dense blocks; `active`: those of the weights that multiply a token."""
         return 0
@@ -327,9 +332,7 @@ class TransformerConfig:
     def block_parameters(self) -> int:
         """All parameters of one dense block: its matrices, their biases and its norms."""
         biases = self.head_size * (self.heads + 2 * self.key_value_heads) * self.has_bias("qkv")
-        biases += self.width * self.has_bias("out")
-        wide = (2 if self.gated else 1) * self.feed_forward_size
-        biases += (wide + self.width) * self.has_bias("mlp")
+        biases += self.width * self.has_bias("out") + self.feed_forward_biases(self.feed_forward_size)
         return self.block_matrix_parameters() + biases + self.block_norm_parameters()
 
     def block_norm_parameters(self) -> int:

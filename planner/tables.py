@@ -33,6 +33,7 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
     ("blocks.*.attention.qkv.*", 0),
     ("blocks.*.attention.q.*", 0),
     ("blocks.*.attention.kv.*", 0),
+    ("blocks.*.attention.sinks", 0),
     ("blocks.*.attention.out.weight", 1),
     ("blocks.*.mlp.up.*", 0),
     ("blocks.*.mlp.gate.*", 0),
@@ -169,6 +170,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         block = f"blocks.{layer}"
         if layer or not (bert and config.embedding_norm):
             norm(f"{block}.attention_norm")
+        if gpt and gpt.attention_sinks:
+            shapes[f"{block}.attention.sinks"] = (gpt.heads,)
         if gpt and gpt.kv_latent:
             shapes |= _latent_shapes(gpt, f"{block}.attention.latent")
         elif heads == keys:
@@ -224,13 +227,21 @@ def _expert_shapes(config: GPTConfig, at: str) -> dict[str, tuple[int, ...]]:
     """Of a feed-forward of experts (`models/experts.py`)."""
     width, experts, size = config.width, config.experts, config.expert_size
     names = ("up", "gate") if config.gated else ("up",)
+    biased, shared = config.has_bias("mlp"), config.shared_experts * size
     shapes: dict[str, tuple[int, ...]] = {f"{at}.balance_bias": (experts,)} if config.balance_bias else {}
     shapes[f"{at}.router.weight"] = (experts, width)
+    if biased:
+        shapes[f"{at}.router.bias"] = (experts,)
     shapes |= {f"{at}.experts.{name}": (experts, size, width) for name in names}
     shapes[f"{at}.experts.down"] = (experts, width, size)
-    if shared := config.shared_experts * size:
-        shapes |= {f"{at}.shared.{name}.weight": (shared, width) for name in names}
-        shapes[f"{at}.shared.down.weight"] = (width, shared)
+    if biased:
+        shapes |= {f"{at}.experts.{name}_bias": (experts, size) for name in names}
+        shapes[f"{at}.experts.down_bias"] = (experts, width)
+    for name in (*names, "down") if shared else ():
+        outer, inner = (width, shared) if name == "down" else (shared, width)
+        shapes[f"{at}.shared.{name}.weight"] = (outer, inner)
+        if biased:
+            shapes[f"{at}.shared.{name}.bias"] = (outer,)
     return shapes
 
 
@@ -304,8 +315,8 @@ def _expert_rank(layout: Layout, index: int) -> tuple[int, int]:
 
 
 def is_decayed(name: str, dims: int) -> bool:
-    """Whether weight decay is for a parameter: for matrices that are no tables."""
-    return dims > 1 and "table" not in name
+    """Whether weight decay is for a parameter: for matrices that are no tables, nor stacked biases of experts."""
+    return dims > 1 and "table" not in name and not name.endswith("bias")
 
 
 def is_hidden_matrix(name: str, dims: int) -> bool:

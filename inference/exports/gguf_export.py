@@ -59,7 +59,7 @@ WRITTEN |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "bloo
 GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
 GRANTED |= dict.fromkeys(("query_scalar", "rope_local_theta", "rope_magnitude"), 0.0)
 GRANTED |= dict.fromkeys(("rope_width", "attention_window"), 0)
-GRANTED |= {"router_normalised": True, "expert_every": 1}
+GRANTED |= {"router_normalised": True, "expert_every": 1, "rope_truncate": True}
 OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt2": {"activation": "gelu_tanh"},
     "bloom": {"activation": "gelu_tanh"},

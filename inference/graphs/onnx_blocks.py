@@ -26,8 +26,8 @@ HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min
 # Fields beyond a Llama's that a graph has: rope is a table, whatever scaled it; biases are where there are weights.
 KNOWN = """
 rope_scaling rope_factor rope_original_length rope_low rope_high rope_magnitude rope_width rope_local_theta positions
-position_offset layer_pattern linear_bias output_bias qk_norm norm_from_one norm_place residual activation pooler
-embedding_width embedding_norm scaled_embeddings query_scalar attention_softcap logit_softcap
+rope_truncate position_offset layer_pattern linear_bias output_bias qk_norm norm_from_one norm_place residual activation
+pooler embedding_width embedding_norm scaled_embeddings query_scalar attention_softcap logit_softcap
 """
 
 

@@ -145,16 +145,24 @@ class Packed:
         bounded = self.runs if not sloped and (pattern is None or pattern.is_band) else None
         places = torch.arange(self.cache.places, device=keys.device)
 
-        def attend(q_1ATD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, softcap: float = 0.0, **_: Any) -> Tensor:
+        def attend(
+            q_1ATD: Tensor,
+            k_1GTD: Tensor,
+            v_1GTD: Tensor,
+            softcap: float = 0.0,
+            sinks: Tensor | None = None,
+            **_: Any,
+        ) -> Tensor:
             for store, new in ((keys, k_1GTD), (values, v_1GTD)):
                 store[self.rows_T, :, self.places_1T[0]] = new[0].transpose(0, 1).to(store.dtype)
             if bounded and not softcap:
                 first = slice(len(bounded.seen_R))
                 q, k, v = (x.transpose(1, 2) for x in (q_1ATD, keys[first], values[first]))
                 window = pattern.window if pattern else 0
-                out_TAD = attention_cuda.attend_cache(q[0].to(k.dtype), k, v, *bounded, window)
+                out_TAD = attention_cuda.attend_cache(q[0].to(k.dtype), k, v, *bounded, window, sinks)
                 return out_TAD.transpose(0, 1)[None]
             found = []
+            bent: Any = {"softcap": softcap, "sinks": sinks}
             for part in self.parts:
                 rows = slice(part.row, part.row + part.rows)
                 k, v = keys[rows, :, : part.seen], values[rows, :, : part.seen]
@@ -166,11 +174,11 @@ class Packed:
                     mask = near[:, None, None] if single else near[None, None]
                     mask = alibi(self._config.heads, mask, q.dtype) if sloped else mask
                 if single:
-                    heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=mask, softcap=softcap)
+                    heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=mask, **bent)
                     found.append(heads.permute(2, 1, 0, 3))
                 else:
                     causal = mask is None
-                    found.append(scaled_dot_product(q, k, v, mask=mask, is_causal=causal, softcap=softcap))
+                    found.append(scaled_dot_product(q, k, v, mask=mask, is_causal=causal, **bent))
             return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
         return attend

@@ -51,6 +51,7 @@ def test_count_equals_the_built_model(name):
         ("olmoe-1b-7b", 6_919_161_856),
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("gpt-oss-20b", 20_914_757_184),  # its shards, read as transformers lays them out
         ("bloom-176b", 176_247_271_424),  # half of the bytes of its index
         ("modernbert-base", 149_655_232),
         ("gpt-shakespeare", 804_096),  # nanoGPT prints 0.80M, positions left out
@@ -67,6 +68,14 @@ def test_released_models(name, count):
 )
 def test_active_parameters_of_experts(name, billions):
     assert preset(name).active_parameter_count() / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_gpt_oss_has_the_published_parameters():
+    """OpenAI 2025 (gpt-oss-120b & gpt-oss-20b model card), table 1: 20.9B, and 3.6B active without the token table."""
+    config = preset("gpt-oss-20b")
+    assert config.parameter_count() / 1e9 == pytest.approx(20.9, abs=0.05)
+    active = config.active_parameter_count() - config.vocab_size * config.width
+    assert active / 1e9 == pytest.approx(3.61, abs=0.005)
 
 
 def test_latent_attention_has_the_published_parameters():

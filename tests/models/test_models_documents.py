@@ -3,8 +3,9 @@
 import pytest
 import torch
 from throughline.models import attention_cpu, attention_cuda
-from throughline.models.attention import Documents
+from throughline.models.attention import Documents, scaled_dot_product
 from throughline.models.attention_cpu import backward, band_bias, band_slices, forward
+from throughline.models.attention_patterns import make_attend
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
@@ -85,6 +86,40 @@ def test_documents_with_a_window_equal_the_dense_mask(
         [x.double() for x in given],
     )
     assert max(map(far, found, expected)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_sinks_beside_documents_equal_the_dense_mask(
+    name: str, window: int, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged by the log-sum-exp, results and gradients, those of the sinks too, are a softmax with a column more."""
+    monkeypatch.setattr(attention_cpu, "QUERIES", 16)
+    places = torch.arange(LENGTH)
+    mask = documents(name).mask(ROWS, LENGTH, True) & (places[:, None] - places < (window or LENGTH))
+    pattern = GPTConfig(
+        width=32, heads=4, attention_window=window or LENGTH, attention_block=16
+    ).attention_pattern
+    ways = [lambda *qkvs: make_attend(pattern, True)(*qkvs[:3], mask=documents(name), sinks=qkvs[3])]
+    if not window:
+        ways.append(
+            lambda *qkvs: scaled_dot_product(*qkvs[:3], mask=documents(name), is_causal=True, sinks=qkvs[3])
+        )
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    *qkv, grad = inputs(dtype, kv_heads)
+
+    def dense(*qkvs: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in qkvs[:3])
+        scores = (q @ k.mT / SIZE**0.5).masked_fill(~mask, -torch.inf)
+        column = qkvs[3].view(-1, 1, 1).expand(ROWS, -1, LENGTH, 1)
+        return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
+
+    expected = with_gradients(dense, [x.double() for x in (*qkv, sinks.to(dtype), grad)])
+    for way in ways:
+        found = with_gradients(way, [*qkv, sinks.to(dtype), grad])
+        assert max(map(far, found, expected)) < 2 * ERROR[dtype]
 
 
 @pytest.mark.parametrize("causal", [True, False])

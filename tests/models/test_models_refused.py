@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.models.config import preset
@@ -51,3 +52,29 @@ def test_shapes_without_a_layout_are_refused():
     ):
         with pytest.raises(Refused, match="no Hugging Face layout"):
             to_huggingface(build(config))
+
+
+def test_weights_of_mxfp4_are_refused_with_the_way_that_opens_them(tmp_path):
+    """As gpt-oss is published: what the refusal says to run writes a directory that is read here."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "sequence_length": 32, "layers": 2, "width": 64, "heads": 2, "kv_heads": 1}
+    shape |= {"mlp_width": 64, "experts": 4, "rope_original_length": 16, "attention_window": 8}
+    fields, state = to_huggingface(build(preset("gpt-oss-20b", **shape), dtype=torch.bfloat16))
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = state.pop(name).shape
+        state[f"{name}_blocks"] = torch.randint(0, 256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.full((experts, outer, inner // 32), 120, dtype=torch.uint8)
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refused, match="quantised") as refused:
+        load_huggingface(tmp_path)
+    assert "quantization_config=Mxfp4Config(dequantize=True)" in refused.value.fix
+    how = {"dtype": "bfloat16", "quantization_config": transformers.Mxfp4Config(dequantize=True)}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
+    theirs.save_pretrained(tmp_path / "new", save_original_format=False)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = theirs.float()(ids).logits
+        assert (load_huggingface(tmp_path / "new")(ids) - expected).abs().max() < 1e-3 * expected.abs().max()

@@ -104,6 +104,15 @@ DECODERS = {  # our fields, and the `model_type` there
         LIKE_LLAMA | EXPERTS | LATENT | YARN | {"rope_magnitude_part": 0.7, "rope_magnitude_all": 0.9},
         "deepseek_v3",
     ),
+    "gpt-oss": (
+        LIKE_LLAMA
+        | WINDOW
+        | YARN
+        | {"rope_original_length": 20, "rope_high": 2.0, "rope_low": 0.3, "rope_theta": 150.0}
+        | {"bias": True, "experts": 6, "experts_per_token": 3, "layer_pattern": "lg", "rope_truncate": False}
+        | {"attention_sinks": True, "gate_limit": 0.4, "head_width": 16},
+        "gpt_oss",
+    ),
     "neox": (NEOX | {"residual": "parallel"}, "gpt_neox"),
     "neox-sequential": (NEOX | {"linear_bias": "mlp"}, "gpt_neox"),
     "gptj": (

@@ -26,14 +26,14 @@ def spans(lengths: list[int], past: int = 0) -> list[Span]:
     return [Span(row, past, np.arange(length)) for row, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "window"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "window", "sinks"])
 @pytest.mark.parametrize(
     ("capability", "precision"),
     [(70, "fp16"), (75, "fp16"), (80, "bf16"), (80, "fp32"), (90, "bf16"), (100, "fp16")],
 )
 def test_steps_of_a_cache(capability, precision, family):
     """Prompts of several lengths are one call of a kernel with bounds, where there is one; single tokens a replay."""
-    changes = WINDOW if family == "window" else {}
+    changes = {"window": WINDOW, "sinks": WINDOW | {"attention_sinks": True}}.get(family, {})
     backend = backend_of("gpt" if changes else family, precision, capability, **changes)
     bounded = capability >= 80 and precision != "fp32"
     cache = backend.new_cache(4)

@@ -85,6 +85,7 @@ WINDOW = {"attention_window": 64, "attention_block": 32}
 VARIANTS = {  # what else a recipe may ask for: changes of the model, of the engine, and the least capability
     "dropout": ({"dropout": 0.1}, {"documents": True}, 70),
     "window": (WINDOW, {}, 70),
+    "sinks and windows": (WINDOW | {"attention_sinks": True, "layer_pattern": "lg"}, {"documents": True}, 70),
     "window and documents": (WINDOW, {"documents": True}, 70),
     "full recomputation": ({}, {"recomputing": "full"}, 70),
     "selective recomputation": ({}, {"recomputing": "selective"}, 70),

@@ -82,8 +82,9 @@ class ChunkDocuments(Documents):
         is_causal: bool,
         dropout: float = 0.0,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        assert not (dropout or window), "refused by the layout's rules"
+        assert not (dropout or window) and sinks is None, "refused by the layout's rules"
         dtype = v_BGSD.dtype  # of the products: rotary positions leave queries and keys in fp32
         return ring_attention(q_BASD.to(dtype), k_BGSD.to(dtype), v_BGSD, self, is_causal, self.axis)
 
