@@ -15,7 +15,7 @@ from throughline.core.artifact import read_manifest, verify_artifact  # noqa: E4
 from throughline.core.errors import Refused, ThroughlineError  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
+from throughline.prove.proof import BOUNDS, SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.checkpoints import snapshot as snapshots  # noqa: E402
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
 from throughline.train.checkpoints.run_directory import find_resumable, verified_share  # noqa: E402
@@ -130,6 +130,18 @@ PAIRS = [
 def test_resumes_in_another_layout(family: str, saved: str, resumed: str, tmp_path: Path) -> None:
     assert_close(run(saved, tmp_path, 0, 2, save=True, family=family), expected(family)[:2])
     assert_close(run(resumed, tmp_path, 2, 4, family=family), expected(family)[2:])
+
+
+def test_averages_go_on_in_another_layout(tmp_path: Path) -> None:
+    """What is opened after four steps, two in each of two layouts, are the averages of one process."""
+    case = replace(CASE, ema_decay=0.7)
+    for name, first in (("pipeline x tensor", 0), ("hybrid", 2)):
+        here = replace(case, layout=LAYOUTS[name])
+        steps = first, first + 2
+        run_ranks(here.layout.world, lambda here=here, steps=steps: train(here, tmp_path, *steps, True))
+    wanted = reference(case).parameters
+    for name, value in load_model(tmp_path / "step-00000004", dtype=torch.float64)[0].named_parameters():
+        assert (value - wanted[name]).abs().max() <= BOUNDS["fp64"]["parameter"], name
 
 
 EXPERTS = {"bias": False, "gated": True, "experts": 4, "expert_width": 40, "balance_bias": True}
