@@ -218,11 +218,10 @@ def load_weights(directory: Path, model: nn.Module | Engine, averages: bool = Tr
             if list(local.spec.shape) != (there := read.entry(local.name)["shape"]):
                 why = f"{local.name} is {there} there and {list(local.spec.shape)} here"
                 raise Refused("the checkpoint is of another model", where=directory, why=why)
-            average = f"{local.name}.{SLOT}"
-            if averages and average in states.lines and local.value.numel():
-                local.value.copy_(states.part(average, local.spec.box))
-            elif local.value.numel():
-                local.value.copy_(read.part(local.name, local.spec.box))
+            if local.value.numel():
+                average = f"{local.name}.{SLOT}"
+                found = (states, average) if averages and average in states.lines else (read, local.name)
+                local.value.copy_(found[0].part(found[1], local.spec.box))
 
 
 def restore(directory: Path, trainer: Trainer) -> None:

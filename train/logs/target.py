@@ -84,13 +84,10 @@ def log_lines(events: list[Event], recipe: Recipe, config: ModelConfig) -> Itera
     first, run_start = started["time"], running["time"]
     yield _line(first, "cache_clear", True)
     yield _line(first, "init_start", None, "INTERVAL_START")
-    yield _line(first, "submission_benchmark", "bert")
-    yield _line(first, "submission_org", "throughline")
-    yield _line(first, "submission_division", "open")
-    yield _line(first, "submission_status", "research")
-    platform_name = ", ".join(started["gpus"]) or started["cpu"] or platform.machine()
-    yield _line(first, "submission_platform", platform_name)
-    for key, value in _hyperparameters(recipe).items():
+    said = {"benchmark": "bert", "org": "throughline", "division": "open", "status": "research"}
+    said["platform"] = ", ".join(started["gpus"]) or started["cpu"] or platform.machine()
+    facts = {f"submission_{key}": value for key, value in said.items()} | _hyperparameters(recipe)
+    for key, value in facts.items():
         yield _line(first, key, value)
     for name in parameter_shapes(config):
         yield _line(first, "weights_initialization", None, tensor=name)
