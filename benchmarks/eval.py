@@ -5,7 +5,8 @@ model and records.
     N]
 
 Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP
-paradigm, WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on
+paradigm, WikiText-2 by its first three articles), the first 200 records of each, and apart from them 25 questions in
+MMLU's form behind its 5 examples (part `mmlu`, with the weights of 124M), in GPT-2's tokenizer on
 random weights: a GPT-2 of 124M and one of 7M (4 layers of 128). Every measurement is a fresh process with one
 thread; its CPU seconds are those of tokenising and scoring (imports and loading are not counted), its memory
 is the process's peak. lm_eval runs its own task files (through tests/eval/harness.py) with its `hf` model in
@@ -48,13 +49,16 @@ TASKS = (
     "blimp_wh_island",
     "wikitext_2",
 )
+SHOTS = {"mmlu_astronomy": 5}  # the first records are the examples
 QUICK, QUICK_RECORDS, QUICK_LAYERS = ("piqa",), 6, 1  # with --quick
 ARTICLES = 3  # WikiText articles stand for 200 records: 12,000 tokens
 MODELS = {
     "7m": {"n_layer": 4, "n_head": 4, "n_embd": 128},
     "124m": {"n_layer": 12, "n_head": 12, "n_embd": 768},
 }
+MODELS["mmlu"] = MODELS["124m"]
 GOALS = {"eval-124m": 1.8, "eval-7m": 3.0, "eval-memory-124m": 1.7, "eval-memory-7m": 4.0}
+GOALS |= {"eval-mmlu": 6.0, "eval-memory-mmlu": 1.5}
 BATCHES = (1, 8)  # of the harness
 TUNED_ON = 24  # records
 
@@ -89,15 +93,31 @@ def make_model(folder: Path, shared: Path, shape: dict[str, int]) -> None:
 def write_records(folder: Path, shared: Path, limit: int | None) -> dict[str, int]:
     """The records as JSON files, and how many requests the harness makes of each task's."""
     rows = beside_tests("hub").records(shared, limit)
+    few = None if limit is None else SHOTS["mmlu_astronomy"] + max(2, limit // 8)
+    rows["mmlu_astronomy"] = mmlu_form(shared)[:few]
     asked = {}
-    for name in TASKS:
+    for name in (*TASKS, *SHOTS):
         mine = rows[name][:ARTICLES] if name == "wikitext_2" and limit else rows[name]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
         choices = {"hellaswag": 4, "lambada_openai": 1, "wikitext_2": 1}
+        if name in SHOTS:
+            asked[name] = 4 * (len(mine) - SHOTS[name])
+            continue
         asked[name] = sum(
             len(row["choices"]["text"]) if "choices" in row else choices.get(name, 2) for row in mine
         )
     return asked
+
+
+def mmlu_form(shared: Path) -> list[dict[str, Any]]:
+    """Questions of ARC-Challenge that are as long as MMLU's (300 to 500 characters), in its form."""
+    rows = []
+    for line in (shared / "data" / "arc" / "arc_challenge.jsonl").read_text().splitlines():
+        given = json.loads(line)
+        question = given["query"].removeprefix("Question: ")
+        if len(given["choices"]) == 4 and 300 <= len(question) + sum(map(len, given["choices"])) <= 500:
+            rows.append({"question": question, "choices": given["choices"], "answer": given["gold"]})
+    return rows
 
 
 def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, Any]:
@@ -128,6 +148,7 @@ def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dic
 def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, Any]:
     """In the measured process: load, then tokenise and score one task."""
     rows = [json.loads(line) for line in (records / f"{name}.jsonl").read_text().splitlines()]
+    shots = SHOTS.get(name, 0)
     if side == "ours":
         from throughline.data.records import Record
         from throughline.eval.asked import Settings
@@ -137,12 +158,15 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
 
         class Held(BoundTask):
             def records(self, data_dir: Any, limit: int | None, *, fewshot: bool = False) -> list[Record]:
-                return [Record(f"{name}:{number}", row) for number, row in enumerate(rows[:limit], 1)]
+                mine = rows[:shots] if fewshot else rows[shots:]
+                where = f"{name}{'-dev' * fewshot}"
+                return [Record(f"{where}:{number}", row) for number, row in enumerate(mine[:limit], 1)]
 
         (task,) = find_tasks([name])
         scorer = open_scorer(model).scorer
         start = time.process_time()
-        (found,) = evaluate(scorer, [Held(task.name, task.group, task.task, task.source)], Settings())
+        held = Held(task.name, task.group, task.task, task.source, member=task.member)
+        (found,) = evaluate(scorer, [held], Settings(shots=shots or None))
         answers = [
             [packed[0] for answer in sample["answers"] for packed in answer] for sample in found.samples
         ]
@@ -152,12 +176,11 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
         from lm_eval.models.huggingface import HFLM
 
         with tempfile.TemporaryDirectory() as folder:
-            manager, names = beside_tests("harness").load(Path(folder), {name: rows})
+            manager, names = beside_tests("harness").load(Path(folder), {name: rows}, shots)
             lm = HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=batch)
             start = time.process_time()
-            out = lm_eval.simple_evaluate(
-                lm, tasks=list(names.values()), task_manager=manager, log_samples=True, bootstrap_iters=0
-            )
+            how = {"num_fewshot": shots or None, "log_samples": True, "bootstrap_iters": 0}
+            out = lm_eval.simple_evaluate(lm, tasks=list(names.values()), task_manager=manager, **how)
         samples = sorted(out["samples"][names[name]], key=lambda sample: sample["doc_id"])
         answers = [
             [one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in sample["resps"]]
@@ -314,7 +337,8 @@ def main() -> None:
     details = {}
     for size in given.parts:
         shape = MODELS[size] | ({"n_layer": QUICK_LAYERS} if given.quick else {})
-        more, rows = compare_model(size, shape, given.shared, pairs, measured, tasks, batches)
+        own = tuple(SHOTS) if size == "mmlu" else tasks
+        more, rows = compare_model(size, shape, given.shared, pairs, measured, own, batches)
         claims += more
         details[size] = {"tasks": rows, "records": records, "pairs": pairs}
     finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), details=details)

@@ -123,11 +123,22 @@ BELONGS = {
     click.Path(),
     "Path of a token store. Scores are reported with and without the records found in it.",
 )
+@option(
+    "--embeddings",
+    PATH,
+    "Folder in MTEB's form, on which the embeddings of the model at PATH are scored instead: test.jsonl of sentence1, "
+    "sentence2 and score, or train.jsonl and test.jsonl of text and label.",
+)
 @option("--out", PATH, "Directory of the scores (default: PATH.scores).")
 @flag("--fresh", "Ask again what has stored answers of this model, and replace them by the new ones.")
 @throughline_command
 def command(
-    path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any
+    path: str | None,
+    tasks: tuple[str, ...],
+    listing: bool,
+    all_checkpoints: bool,
+    embeddings: Path | None,
+    **given: Any,
 ) -> None:
     """Score a run (its latest checkpoint), a checkpoint, a model directory or an ONNX artifact.
 
@@ -143,6 +154,15 @@ def command(
         return
     if path is None and given["url"] is None:
         raise click.UsageError("give the PATH of a model, --url or --list")
+    if embeddings is not None:
+        from ..core.backend import BackendOptions
+        from ..eval.search import of_embeddings
+
+        if tasks or path is None:
+            raise click.UsageError("--embeddings takes the place of --tasks, for the model at PATH")
+        found = of_embeddings(path, embeddings, BackendOptions(given["device"], given["dtype"]))
+        console.result(found, console.table(tuple(found), [tuple(found.values())]))
+        return
     for of, names in BELONGS.items():
         for name in names.split():
             if is_given(name) and not given[of]:
@@ -155,6 +175,6 @@ def command(
         if not given["against"] and (is_given("device") or is_given("dtype")):
             raise click.UsageError("with --url the server decides --device and --dtype")
     request = Request(Path(path or given["model"] or "endpoint"), ",".join(tasks), **given)
-    found = evaluate_checkpoints(request) if all_checkpoints else evaluate_one(request)
-    if found is not None:
-        console.result(*found)
+    scored = evaluate_checkpoints(request) if all_checkpoints else evaluate_one(request)
+    if scored is not None:
+        console.result(*scored)

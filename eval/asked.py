@@ -1,6 +1,4 @@
-"""One task as questions to a model: made from its records, checked against the window, answered, scored; and the store
-of answers, JSON lines on disk, so that a stopped evaluation goes on where it was.
-"""
+"""One task as questions to a model, checked, answered and scored; and the store of answers, JSON lines on disk."""
 
 import hashlib
 import json

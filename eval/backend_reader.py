@@ -1,8 +1,4 @@
-"""Log-probabilities and greedy text by any backend (a graph, an engine, a file of llama.cpp) through the protocols of
-`core.backend`.
-
-A tree's prefix is read once into a cache row, copied to one row per branch, and the branches are read on top.
-"""
+"""Log-probabilities and greedy text by any backend: a graph, an engine, a file of llama.cpp."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

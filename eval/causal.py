@@ -21,10 +21,7 @@ from .scoring import BatchedScorer, Tree, plant
 
 
 class CausalScorer(BatchedScorer):
-    """Scores with a GPT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
-
-    `window` is the longest input, by default the model's; `how`: see `BatchedScorer`.
-    """
+    """Scores with a GPT, a module or a backend. `window`: the longest input; `how`: see `BatchedScorer`."""
 
     mask = None  # no token hides another
 

@@ -1,9 +1,7 @@
 """Two scores compared record by record: is one model better, or could the difference be chance?
 
-The same records under both models make a paired test: for 0/1 metrics McNemar's exact test on the records
-that only one of them got right, for the others a two-sided z test on the paired differences (log-probability
-per unit). Beside it stands the interval of the difference by a bootstrap over records. A page beside the second
-scores shows the questions in which the two differ.
+The test is paired: McNemar's exact one for 0/1 metrics on the records that only one model got right, else a two-sided z
+test on the differences, with a bootstrap's interval. A page shows the questions in which the two differ.
 """
 
 import math

@@ -1,7 +1,5 @@
-"""Scoring by an endpoint: any server of OpenAI's completions that returns the log-probabilities of a prompt.
-
-Texts are tokenised here, by the served model's own tokenizer, and prompts are sent as ids: a pair is parted where
-`causal.py` parts it. The package openai waits, retries and keeps connections; answers are stored like all others.
+"""Scoring by an endpoint: any server of OpenAI's completions that returns the log-probabilities of a prompt, which is
+tokenised here and sent as ids: a pair is parted where `causal.py` parts it.
 """
 
 import os

@@ -1,7 +1,5 @@
-"""Task scores and samples of text inside a training run: evaluators for `train(..., evaluators=[...])`.
-
-The figures are those of `throughline eval` on the checkpoint of the same step; nothing is kept between two evaluations,
-so that a resumed run has the curve of one that was never stopped.
+"""Evaluators for `train(..., evaluators=[...])`: scores as `throughline eval` has them for the checkpoint of the step;
+nothing is kept between two; and samples of text.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Questions: a prompt block of a task filled in from a record (complaints name file, line and field), and what stands
-before it: a description and solved examples, each with a separator behind it, as lm-evaluation-harness has them.
-"""
+"""Questions: a prompt filled in from a record, and what stands before it: a description and solved examples."""
 
 import hashlib
 import random

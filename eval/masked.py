@@ -44,9 +44,7 @@ class Row:
 
 
 class MaskedScorer(BatchedScorer):
-    """Scores with a BERT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`. The
-    window given counts the [CLS] and the [SEP]; `how`: see `BatchedScorer`.
-    """
+    """Scores with a BERT, a module or a backend. `window` counts [CLS] and [SEP]; `how`: see `BatchedScorer`."""
 
     bos: Ids = ()
 

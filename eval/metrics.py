@@ -1,8 +1,4 @@
-"""Metrics: what one record contributes, how contributions become a number, and its standard error.
-
-A record contributes a value or a tuple per metric (a list of them over a task); an aggregate works on arrays,
-so that the bootstrap resamples thousands of times without a Python loop over records.
-"""
+"""Metrics: what records contribute, as arrays, how it becomes a number, and its standard error."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -95,10 +91,7 @@ def metric_of(name: str) -> Metric:
 
 
 def aggregate(how: str | Metric, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """(value, standard error) of a metric over records; the error is None for a single record.
-
-    The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records, seed 0.
-    """
+    """(value, standard error) over records: sd / sqrt(n) of a mean, else by bootstrap (seed 0); None for one record."""
     metric = metric_of(how) if isinstance(how, str) else how
     rows = np.asarray(outcomes, np.float64)
     value = float(metric.aggregate(rows))

@@ -88,9 +88,7 @@ class ModuleTrees(ModuleReader):
         return token_logprobs(*head, lines, targets, softcap=self.model.config.logit_softcap)[:2]
 
     def hidden(self, trees: Sequence[Tree], keep: Callable[[Any], None] | None = None) -> Tensor:
-        """(S, W): hidden states of the trees behind one another, filled up to whole blocks. `keep` is given the keys
-        and values of every layer.
-        """
+        """(S, W): hidden states of the trees behind one another; `keep` is given every layer's keys and values."""
         tokens = sum(tree.tokens for tree in trees)
         packed = np.zeros((2, whole_blocks(tokens)), np.int64)
         packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])

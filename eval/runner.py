@@ -1,7 +1,5 @@
-"""Running an evaluation: questions of the tasks, answers that survive a crash, scores with all that explains them.
-
-An answer's key is a hash of what was asked and of whom (weights, tokenizer, window, versions of the programs, device),
-and a question belongs to a rank by its key: neither ranks nor batches nor the point of a crash leave a trace in scores.
+"""Running an evaluation. An answer's key is a hash of what was asked and of whom (weights, tokenizer, window, versions,
+device), and a question belongs to a rank by its key: neither ranks nor batches nor a crash leave a trace in scores.
 """
 
 import os
@@ -28,9 +26,7 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """The processes that a launcher has started with RANK and WORLD_SIZE; one without. Raises WrongUse when the
-    environment has not all that it takes to meet.
-    """
+    """The processes that a launcher has started; one without. Raises WrongUse where they cannot meet."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
     import torch.distributed as dist
@@ -112,9 +108,7 @@ def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
 
 
 def group_means(scores: Sequence[TaskScores]) -> list[dict[str, Any]]:
-    """Summaries of groups that report a mean over their members, of each once or of each record once; its error is
-    that of independent members.
-    """
+    """Summaries of groups that report a mean of their members or of all records, whose errors are independent."""
     made = []
     groups = {group: weigh for score in scores for group, weigh in score.summary["groups"].items()}
     for group, by_record in groups.items():

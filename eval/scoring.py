@@ -60,9 +60,7 @@ class Tree:
 
 
 def plant(question: Question, window: int) -> Tree:
-    """Lay out a question. Inputs are cut from the left to `window` tokens; a continuation must fit (checked
-    by the caller).
-    """
+    """Lay out a question; inputs are cut from the left to `window` tokens, in which a continuation must fit."""
     wholes = [np.array(context + continuation, np.int64) for context, continuation in question.pairs]
     inputs = [whole[-(window + 1) :][question.shared : -1] for whole in wholes]
     prefix = common(inputs)
@@ -128,9 +126,7 @@ class BatchedScorer:
         return Score(total, int(greedy.sum()), len(logprobs), rank, kept)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """Answers, trunk by trunk, longest questions first, so that memory is at its peak at once. Raises Failed as
-        `check_question` does.
-        """
+        """Answers, trunk by trunk, longest questions first, so that memory is at its peak at once."""
         for question in questions:
             check_question(question, self.window, mask=self.mask)
         laid = [self.laid_out(question) for question in questions]

@@ -1,4 +1,5 @@
-"""Search over a folder in BEIR's form by words (BM25), by embeddings and by both: nDCG and recall.
+"""Search over a folder in BEIR's form by words (BM25), by embeddings and by both: nDCG and recall; and what else MTEB
+scores of embeddings (Muennighoff et al. 2023): similarity of pairs, and classification by few texts.
 
     corpus.jsonl        {"_id", "title", "text"}
     queries.jsonl       {"_id", "text"}
@@ -14,20 +15,24 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from ..core.backend import AUTO, BackendOptions
 from ..core.errors import MissingExtra, WrongUse
 from ..core.files import json_lines
-from ..data.records import table
+from ..data.records import find_files, read_records, table
 from ..inference.serving.encoding import embed
-from ..inference.serving.offline import open_reader
+from ..inference.serving.offline import embed_texts, open_reader
 
 NDCG_AT, RECALL_AT = 10, (5, 10, 100)
 QRELS = ("query-id", "corpus-id", "score")
 WEIGHTS = tuple(share / 20 for share in range(21))  # of the embeddings, that queries choose from
 WORDS, VECTORS, BOTH = "words (BM25)", "embeddings", "both"
+PAIR, LABELLED = {"sentence1", "sentence2", "score"}, {"text", "label"}  # fields of MTEB's records
+DRAWS, EXAMPLES = 10, 8  # of a classification: training sets, and texts of a label in each
 Scores = Callable[[str], np.ndarray]  # of a query, over the documents
 
 
@@ -164,3 +169,67 @@ def score(
             for name, value in metrics(order.tolist(), collection.relevant[query]).items():
                 total[name] = total.get(name, 0.0) + value / len(collection.queries)
     return totals
+
+
+def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str, Any]:
+    """MTEB's score of the model at `path` on a folder whose `test` has PAIR, or whose `test` and `train` have LABELLED:
+    Spearman's correlation of cosines and scores, or accuracy. Raises WrongUse for a folder of neither form.
+    """
+    found = [find_files([f"{split}[.-]*"], folder) for split in ("train", "test")]
+    train, test = ([record.data for record in read_records(files)] if files else [] for files in found)
+    rows = [*train, *test]
+    if test and all(row.keys() >= PAIR for row in test):
+        texts = [row[key] for key in ("sentence1", "sentence2") for row in test]
+        first, second = np.split(embed_texts(path, texts, options, truncate=True), 2)
+        scores = np.array([float(row["score"]) for row in test])
+        return {"spearman": spearman((first * second).sum(axis=1), scores), "n": len(test)}
+    if train and test and all(row.keys() >= LABELLED for row in rows):
+        names = {name: number for number, name in enumerate(sorted({str(row["label"]) for row in train}))}
+        vectors = embed_texts(path, [row["text"] for row in rows], options, truncate=True)
+        labels = np.array([names.get(str(row["label"]), -1) for row in rows])
+        return {"accuracy": classified(vectors, labels, len(train)), "n": len(test)}
+    fix = "give test.jsonl of sentence1, sentence2, score, or train.jsonl and test.jsonl of text, label"
+    raise WrongUse("no folder in MTEB's form", where=folder, fix=fix)
+
+
+def spearman(one: np.ndarray, other: np.ndarray) -> float:
+    """Correlation of the ranks; equals have their mean rank."""
+
+    def ranks(values: np.ndarray) -> np.ndarray:
+        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count - 1) / 2)[place]
+
+    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
+
+
+def classified(vectors_NH: np.ndarray, labels_N: np.ndarray, known: int) -> float:
+    """Mean accuracy behind the first `known` rows over DRAWS training sets of them, drawn as MTEB draws."""
+    generator, order, found = np.random.RandomState(42), np.arange(known), []
+    for _ in range(DRAWS):
+        generator.shuffle(order)
+        drawn = [order[labels_N[order] == label][:EXAMPLES] for label in range(labels_N.max() + 1)]
+        picked = np.concatenate(drawn)
+        answers = regression(vectors_NH[picked], labels_N[picked], vectors_NH[known:])
+        found.append((answers == labels_N[known:]).mean())
+    return float(np.mean(found))
+
+
+def regression(known_NH: np.ndarray, labels_N: np.ndarray, asked_MH: np.ndarray) -> np.ndarray:
+    """The labels (M,) by logistic regression with the penalty of scikit-learn (C = 1; two labels have one weight)."""
+    known, labels, classes = (
+        torch.from_numpy(known_NH).double(),
+        torch.from_numpy(labels_N),
+        labels_N.max() + 1,
+    )
+    weight, bias = (torch.zeros(*size, classes).double().requires_grad_() for size in ((known.shape[1],), ()))
+    descent = torch.optim.LBFGS([weight, bias], 1, 500, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        descent.zero_grad()
+        error = torch.nn.functional.cross_entropy(known @ weight + bias, labels, reduction="sum")
+        total = error + weight.square().sum() * (1.0 if classes == 2 else 0.5)
+        total.backward()
+        return total
+
+    descent.step(loss)
+    return (asked_MH @ weight.detach().numpy() + bias.detach().numpy()).argmax(axis=1)

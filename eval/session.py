@@ -1,6 +1,4 @@
-"""One `throughline eval`: what a user asks and where its scores go; open the model, score the tasks, check, report; or
-every checkpoint of a run; or two forms of a model, compared token by token.
-"""
+"""One `throughline eval`: open the model or two forms of it, score the tasks or every checkpoint, check, report."""
 
 import os
 from contextlib import nullcontext

@@ -1,8 +1,4 @@
-"""Text rules that prompts need and Jinja lacks: filters for task files, named after what they do.
-
-Each is the published preprocessing of a benchmark as lm-evaluation-harness 0.4.13 applies it, so that prompts
-are equal character for character.
-"""
+"""Filters of task files: published preprocessing as lm-evaluation-harness 0.4.13 applies it, to the character."""
 
 import ast
 import re

@@ -1,6 +1,4 @@
-"""lm-evaluation-harness's task files as they lie (YAML with includes, the names that groups and tags stand for, Python
-functions), how a prompt of theirs is filled in from a record, and scores by a task's own functions.
-"""
+"""lm-evaluation-harness's task files as they lie (YAML, Python functions): their prompts and scores."""
 
 import ast
 import importlib.util
@@ -120,9 +118,7 @@ def function(marked: str) -> Callable[..., Any]:
 
 
 class HarnessForm(Form):
-    """A prompt block whose values are the harness's: the name of a field, a Jinja template that may spell a Python
-    literal, or the name of a function.
-    """
+    """A prompt block in the harness's words: names of fields, Jinja that may spell a literal, functions."""
 
     def value(self, key: str) -> Any:
         """What doc_to_text (`context`), doc_to_choice (`choices`) or doc_to_target (`gold`) gives for the record."""

@@ -1,7 +1,5 @@
-"""`--harness-task FILE`: lm-evaluation-harness's own task and group files as tasks of ours.
-
-A file says what a TOML file of ours says in other words, and becomes the same `Task`; what has no words here is refused
-by the name of its field. Functions of Python files run only when the user says so.
+"""`--harness-task FILE`: lm-evaluation-harness's own task and group files become each a `Task`; what has no words in
+one is refused by the name of its field.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

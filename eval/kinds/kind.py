@@ -1,6 +1,4 @@
-"""What all kinds of task share. A kind is one class in a file of this folder: what it reads from a record, asks of a
-model, and makes of the answers. `KINDS` in `task.py` names them all; nothing else knows one.
-"""
+"""What all kinds of task share: a kind is one class in a file of this folder, named in `KINDS` of `task.py`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

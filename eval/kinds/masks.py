@@ -1,6 +1,4 @@
-"""Kinds `masked` and `cloze`: what a BERT names behind [MASK]s, many tokens of a window hidden at once as it was
-trained (Devlin et al. 2019), or the answer to a question.
-"""
+"""Kinds `masked` (tokens of a window hidden at once, Devlin et al. 2019) and `cloze`: what a BERT names."""
 
 import hashlib
 import math
@@ -68,9 +66,7 @@ class Cloze(Kind):
 
 
 def hidden(ids: Ids, window: int, mask: int, share: float) -> list[Question]:
-    """Disjoint windows with `share` of their tokens, one at least, masked at once; which ones is drawn from
-    the window's ids.
-    """
+    """Disjoint windows with `share` of their tokens, one at least, masked at once, drawn by the window's ids."""
     questions = []
     for start in range(0, len(ids), window):
         row = np.array(ids[start : start + window], np.int64)

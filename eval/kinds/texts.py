@@ -1,9 +1,5 @@
-"""Kinds `rolling`, `stream` and `last_token`: texts as a whole.
-
-Every token of a text is predicted exactly once: by `rolling` as lm-evaluation-harness does it (documents apart,
-disjoint windows, the first token predicted from the prefix token), by `stream` as Megatron-LM does (one stream, no
-prefix, overlapping windows of which only the last `stride` targets count). Under a masked scorer the same sums are
-pseudo-log-likelihoods.
+"""Kinds `rolling` (as lm-evaluation-harness: documents apart, disjoint windows, the first token behind the prefix),
+`stream` (as Megatron-LM: one stream without prefix, overlapping windows) and `last_token`: texts as a whole.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""Kind `generate_until`: text that the model writes, and what is made of it before it is compared, by chains of filters
-as lm-evaluation-harness names them.
-"""
+"""Kind `generate_until`: text that the model writes, made ready to be compared by the harness's filters."""
 
 import re
 import string

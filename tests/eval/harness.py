@@ -36,6 +36,7 @@ FILES = {
     "sst2": "glue/sst2/default.yaml",
     "triviaqa": "triviaqa/default.yaml",
     "nq_open": "nq_open/nq_open.yaml",
+    "mmlu_astronomy": "mmlu/default/mmlu_astronomy.yaml",
     "wikitext_2": "wikitext/wikitext.yaml",
 }
 
@@ -50,9 +51,11 @@ def task_file(name: str) -> Path:
     return folder / (FILES[name] if name in FILES else f"blimp/{name.removeprefix('blimp_')}.yaml")
 
 
-def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, dict[str, str]]:
+def load(
+    folder: Path, records: dict[str, list[dict[str, Any]]], examples: int = 0
+) -> tuple[Any, dict[str, str]]:
     """(task manager, our name -> its name) for tasks over these records, one JSON file each, written into
-    `folder`.
+    `folder`. The first `examples` of them are those that are drawn from, and no questions.
     """
     import yaml
     from lm_eval.tasks import TaskManager
@@ -61,18 +64,19 @@ def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, d
     folder.mkdir(parents=True, exist_ok=True)
     names = {}
     for name, rows in records.items():
-        file = folder / f"{name}.json"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = {"test": folder / f"{name}.json"} | ({"dev": folder / f"{name}.dev.json"} if examples else {})
+        for file, own in zip(files.values(), (rows[examples:], rows[:examples])):
+            file.write_text("".join(json.dumps(row) + "\n" for row in own))
         made = {
             "include": str(task_file(name)),
             "task": f"local_{name}",
             "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "dataset_kwargs": {"data_files": {split: str(file) for split, file in files.items()}},
             "training_split": None,
             "validation_split": None,
             "test_split": "test",
-            "fewshot_split": "test",
+            "fewshot_split": "dev" if examples else "test",
         }
         names[name] = made["task"]
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(made))
