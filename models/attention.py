@@ -154,6 +154,7 @@ def scaled_dot_product(
     those of each query, whose share of the softmax goes to no value.
     """
     whole = is_causal and q_BASD.shape[2] == k_BGPD.shape[2] and not isinstance(mask, Tensor)
+    whole = whole and knows_windows(v_BGPD, dropout)  # and a kernel for runs, which give their log-sum-exp
     if softcap or (sinks is not None and (torch.compiler.is_compiling() or not whole)):
         return _attend_plainly(q_BASD, k_BGPD, v_BGPD, mask, is_causal, softcap, sinks)
     if sinks is not None:

@@ -39,7 +39,8 @@ def test_steps_of_a_cache(capability, precision, family):
     cache = backend.new_cache(4)
     with Seen() as seen, torch.no_grad():  # in inference mode torch does not say which kernel it takes
         TorchCausal.step.__wrapped__(backend, spans([70, 3, 128]), cache)
-    assert seen.attention == ({"flash by bounds"} if bounded else {"efficient"}), seen.attention
+    unbounded = set() if family == "sinks" else {"efficient"}  # sinks are plain products there
+    assert seen.attention == ({"flash by bounds"} if bounded else unbounded), seen.attention
     assert not seen.waits
     backend.step(spans([1, 1, 1], 130), cache)
     with Seen() as seen:
