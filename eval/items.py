@@ -32,9 +32,7 @@ class Item:
     answers: tuple[str, ...] = ()
     right: tuple[int, ...] = ()  # where several choices are right: all of them, the first one being `gold`
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of its record
-    before: int = (
-        0  # characters that the contexts of all its task's questions begin with: the same solved examples
-    )
+    before: int = 0  # characters that all contexts of its task begin with: the same solved examples
     gap: str = ""  # between context and continuation of an example alone: the harness delimits it there too (LAMBADA)
 
     @property
