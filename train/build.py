@@ -231,8 +231,7 @@ def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True)
     """This process's engine and optimizer at step 0; `fill=False` leaves the weights to a checkpoint."""
     recipe, train = plan.recipe, plan.recipe.train
     # a zero-bubble schedule takes the gradients of inputs and weights apart, a compiled backward has them in one
-    splits = recipe.parallel.schedule in ZERO_BUBBLE
-    compiles = not splits and to_compile(recipe, plan.config, plan.device)
+    compiles = recipe.parallel.schedule not in ZERO_BUBBLE and to_compile(recipe, plan.config, plan.device)
     engine = Engine(
         plan.config,
         mesh or Mesh(Layout(), plan.device),

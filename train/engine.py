@@ -129,7 +129,9 @@ class Engine:
         if self.config.dropout:
             self._seed_dropout(step)
         micro_batches = batch.micro_batches
-        inverse_counts = self._inverse_counts(batch) if batch.agreed is None else batch.agreed
+        inverse_counts = batch.agreed  # 1 / target count (terms,) over the rows of all processes
+        if inverse_counts is None:
+            inverse_counts = self._inverse(self.mesh.gradient.all_reduce(batch.counts_there.clone()))
         for stage in self.stages:
             stage.load(micro_batches, inverse_counts, loss_scale)
         for buffer in self.buffers if self.communication_hook is None else ():
@@ -160,10 +162,6 @@ class Engine:
             self._pipelines.clear()
             self._pipelines[shape] = Pipeline(self.stages, *shape, self.dtype)
         return self._pipelines[shape]
-
-    def _inverse_counts(self, batch: StepBatch) -> Tensor:
-        """1 / target count (terms,) over the rows of all processes."""
-        return self._inverse(self.mesh.gradient.all_reduce(batch.counts_there.clone()))
 
     def _inverse(self, counts: Tensor) -> Tensor:
         """0 for a term without targets."""

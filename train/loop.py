@@ -46,8 +46,7 @@ def train(
     """Train to the recipe's last step and return the summary. Each process of a layout calls this; the first keeps the
     directory. `resume`: "auto" continues what is in it, "never" refuses a directory that holds a run.
 
-    Raises Stopped after SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row
-    were not finite.
+    Raises Stopped after SIGTERM, KeyboardInterrupt after Ctrl-C, both saved; Failed after too many steps not finite.
     """
     parallel = plan.recipe.parallel
     with (

@@ -74,15 +74,10 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def softmax_loss(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    words: Words,
-    with_gradient: bool,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    logits_NV: Tensor, targets_N: Tensor, words: Words, wanted: bool, smoothing: float = 0, z_loss: float = 0
 ) -> Tensor:
     """Sums (2,) of the cross-entropies of all words, and of `z_loss` times the squares of their log-sum-exps (Chowdhery
-    et al. 2022, section 5), the same on every process; the logits become the gradient by both.
+    et al. 2022, section 5), the same on every process. Where it is `wanted` the logits become the gradient by both.
 
     On a CPU a few rows at a time; with a cut vocabulary all, for the softmax is normalised by sums over the axis
     (Shoeybi et al. 2019, section 3).
@@ -105,7 +100,7 @@ def softmax_loss(
             log_sum_N = peak_N + total_N.log()
         losses.append((log_sum_N - chosen_N) * kept_N)
         squares.append(log_sum_N.square() * kept_N)
-        if with_gradient:
+        if wanted:
             shares = torch.sub(logits, log_sum_N[:, None]).exp_()  # in the wider dtype of the two
             if z_loss:
                 shares.mul_(1 + 2 * z_loss * log_sum_N[:, None])
@@ -147,17 +142,8 @@ def head_loss_sum(
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NW: Tensor,
-        weight_AW: Tensor,
-        bias_A: Tensor | None,
-        targets_N: Tensor,
-        words: Words,
-        smoothing: float,
-        softcap: float,
-        z_loss: float,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_NW: Tensor, weight_AW: Tensor, bias_A: Tensor | None, *how: Any) -> Tensor:
+        targets_N, words, smoothing, softcap, z_loss = how
         ctx.dtypes = hidden_NW.dtype, weight_AW.dtype, None if bias_A is None else bias_A.dtype
         wanted = any(ctx.needs_input_grad[:3])
         rows = max(SLICE_LOGITS[hidden_NW.device.type] // len(weight_AW), 1)

@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from .recipes.recipe import Recipe
 
 
-# What the rule of `auto` assumes, rough on purpose and on the side of not compiling: eager FLOP/s of a core or GPU, the
-# share of a step that is saved, seconds of a cold compile and more of them for each layer.
-# Cold compiles took 11 s + 4 s per layer of CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one
-# in fp32 through oneDNN 7 % slower. A GPU's are not measured: blocks share a graph, whose kernels ptxas takes a minute
-# for, and of an eager step a third and more are element-wise kernels that fuse.
+# What `auto` assumes, on the side of not compiling: eager FLOP/s of a core or GPU, share of a step saved, seconds of a
+# cold compile and of each layer. A CPU's are measured (bf16 5 to 13 % faster, fp32 through oneDNN 7 % slower), a GPU's
+# are not: ptxas takes a minute for the graph that blocks share, and a third of an eager step are kernels that fuse.
 RATES = {"cpu": (40e9, 0.1, 11.0, 4.0), "cuda": (100e12, 0.3, 60.0, 0.0)}
 OTHERS = "other shapes"
 _say_once = cache(warn)
@@ -76,9 +74,7 @@ def recompute(model: Any, kind: str) -> None:
 
 
 def compile_stage(stage: Stage, wanted: str) -> None:
-    """Compile each block's forward, which share a graph, and the head with its loss. `on` raises Failed in the first
-    step when compilation breaks; `auto` goes on eagerly.
-    """
+    """Compile each block's forward and the head with its loss. Where it breaks `on` raises Failed, `auto` goes on."""
     if stage.mesh.tensor.group is not None and not FIT_A_GRAPH:
         return
     # each layer of a pattern with random blocks has a graph of its own

@@ -58,9 +58,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class LossScaler:
-    """The scale of the loss in fp16: halved after a step that overflowed, doubled after many that did not. In other
-    precisions it stays 1. On a GPU it follows a step later than on a CPU (`launch_step`).
-    """
+    """fp16's scale of the loss, else 1: halved by an overflow, doubled after good steps; on a GPU a step later."""
 
     scale: float = 1.0
     good_steps: int = 0

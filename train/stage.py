@@ -71,11 +71,9 @@ class Stage(nn.Module):
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
-        inputs: dict[str, Any] = {}
+        inputs: dict[str, Any] = {"document_bounds": batch.get("document_bounds")}
         if self.mesh.context.group is not None:
-            inputs["mask"] = chunk_documents(batch, self.mesh.context)
-        else:
-            inputs["document_bounds"] = batch.get("document_bounds")
+            inputs = {"mask": chunk_documents(batch, self.mesh.context)}
         if self.is_first:
             kinds = () if self.causal else (batch.get("token_types"),)
             x = trunk.embed(ids, positions, *kinds)
@@ -240,13 +238,6 @@ def summed_over(shards: Iterable[LocalShard], mesh: Mesh) -> Iterator[tuple[Axis
     yield from ((getattr(mesh, name), part) for name, part in parts.items() if part)
 
 
-def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:
-    """A parameter that one process holds as a whole."""
-    shape = tuple(parameter.shape)
-    spec = ShardSpec(name, shape, Box.whole(shape), 0, "same", True)
-    return LocalShard(spec, parameter, parameter, parameter)
-
-
 def make_master(parameter: nn.Parameter, device: torch.device | str | None = None) -> nn.Parameter:
     """An fp32 copy of a weight (fp64 of an fp64 one), its own memory, by default where it is."""
     wide = parameter.detach().to(device, wide_dtype(parameter.dtype), copy=True)
@@ -264,9 +255,14 @@ class WholeParameters:
     @classmethod
     def of(cls, model: Any) -> "WholeParameters":
         """Those of a plain model or of an engine, in the same order on all processes of an axis."""
-        if isinstance(model, nn.Module):
-            return cls([whole_shard(*named) for named in model.named_parameters()])
-        return cls(model.local_shards, model.mesh.tensor, model.mesh.shard)
+        if not isinstance(model, nn.Module):
+            return cls(model.local_shards, model.mesh.tensor, model.mesh.shard)
+        parts = []
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            spec = ShardSpec(name, shape, Box.whole(shape), 0, "same", True)
+            parts.append(LocalShard(spec, parameter, parameter, parameter))
+        return cls(parts)
 
     def sums(self, numbers: list[Tensor], cut: Sequence[bool], over_shards: bool = True) -> list[Tensor]:
         """Each tensor summed in place over the tensor axis where `cut`, and over the shards."""

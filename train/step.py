@@ -103,10 +103,8 @@ def launch_step(
     signal: Callable[[], int] = lambda: 0,
     upcoming: StepBatch | None = None,
 ) -> Launched:
-    """Forward and backward over the micro-batches, then one update, or none when a number is not finite.
-
-    `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase; `signal` says which
-    one this process has received when backward has ended, `upcoming` is the batch of the next step.
+    """Forward and backward over the micro-batches, then one update, or none when a number is not finite. `lr_factor`
+    multiplies each group's `base_lr`, `signal` says what this process has received, `upcoming` is the next batch.
     """
     engine, scale, sent = trainer.engine, trainer.scaler.scale, trainer.engine.communicator.bytes_sent
     figures = engine.accumulate(batch, trainer.step, scale, mark, signal, upcoming)

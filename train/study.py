@@ -56,11 +56,9 @@ def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
         "half the layers": {"model": model.model_copy(update={"overrides": overrides})},
         "as given": {},
     }
-    half_rows, half_layers, whole = (
-        _stretch(name, resolve(recipe.model_copy(update=change)), steps, cache)
-        for name, change in changes.items()
-    )
-    return [whole, half_rows, half_layers]
+    recipes = {name: resolve(recipe.model_copy(update=change)) for name, change in changes.items()}
+    *smaller, whole = (_stretch(name, each, steps, cache) for name, each in recipes.items())
+    return [whole, *smaller]
 
 
 def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
@@ -124,8 +122,7 @@ def refit(runs: list[Stretch], cluster: Cluster, dtype: str) -> Cluster:
 
 def study(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Probes, stretches and the calibration: what `plan --on here` and the trainer then predict with."""
-    plan = plan_run(recipe)
-    precision, device = recipe.train.precision, plan.device
+    precision, device = recipe.train.precision, plan_run(recipe).device
     if device.type == "cpu":
         keep_freed_memory()  # as the trainer does
     probes = probe_machine(device, computing_dtype(precision))

@@ -18,7 +18,7 @@ from throughline.planner.memory import host_terms
 from throughline.planner.work import Layouts, Work, find_software
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import IN_FLIGHT_BYTES, HostOffload
-from throughline.train.stage import whole_shard
+from throughline.train.stage import WholeParameters
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def exact_fp32() -> Iterator[None]:
 
 
 def offloaded(model: nn.Module, micro_batches: int = 1) -> HostOffload:
-    return HostOffload(model, micro_batches, [whole_shard(*named) for named in model.named_parameters()])
+    return HostOffload(model, micro_batches, WholeParameters.of(model).parts)
 
 
 def masters(offload: HostOffload) -> list[tuple[str, nn.Parameter]]:

@@ -15,7 +15,7 @@ from throughline.planner.memory import device_terms, host_terms
 from throughline.planner.work import Layouts, Work, find_software
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.optimizers.offload import HostOffload
-from throughline.train.stage import whole_shard
+from throughline.train.stage import WholeParameters
 from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
@@ -28,7 +28,7 @@ def make_model(family: str = "gpt", dtype: torch.dtype = torch.float32) -> nn.Mo
 
 
 def offloaded(model: nn.Module, micro_batches: int = 1) -> HostOffload:
-    return HostOffload(model, micro_batches, [whole_shard(*named) for named in model.named_parameters()])
+    return HostOffload(model, micro_batches, WholeParameters.of(model).parts)
 
 
 def masters(offload: HostOffload) -> list[tuple[str, nn.Parameter]]:

@@ -127,10 +127,13 @@ def mean_of_micro_batches(engine: Engine) -> None:
 
 
 def mean_of_processes(engine: Engine) -> None:
-    size = engine.mesh.gradient.size
-    engine._inverse_counts = lambda batch: torch.tensor(
-        [1.0 / count / size for count in batch.counts], dtype=engine.dtype
-    )
+    accumulate, size = engine.accumulate, engine.mesh.gradient.size
+
+    def wrong(batch: Any, *rest: Any) -> Any:
+        batch.agreed = torch.tensor([1.0 / count / size for count in batch.counts], dtype=engine.dtype)
+        return accumulate(batch, *rest)
+
+    engine.accumulate = wrong
 
 
 def wrong_positions(engine: Engine) -> None:

@@ -144,13 +144,13 @@ def test_the_first_process_may_take_a_part_at_once(
 def test_a_part_that_does_not_fit_on_the_disk_leaves_nothing(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = module.write_tensors
+    write = module.Snapshot.write_tensors
 
     def fill(*arguments: Any) -> None:
         write(*arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "write_tensors", fill)
+    monkeypatch.setattr(module.Snapshot, "write_tensors", fill)
     writer = CheckpointWriter(tmp_path, 2, process=1, processes=2, token="start")
     writer.save(trainer)
     with pytest.raises(Failed, match="cannot write") as caught:

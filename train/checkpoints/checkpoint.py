@@ -46,18 +46,7 @@ from ..parallel.ranks import Lost
 from ..stage import LocalShard, WholeParameters
 from ..step import Trainer
 from .run_directory import LATEST, checkpoints, locate
-from .snapshot import (
-    COUNTS,
-    SCALES,
-    SUMMED_DIM,
-    Buffers,
-    Snapshot,
-    Table,
-    TensorReader,
-    take_snapshot,
-    write_table,
-    write_tensors,
-)
+from .snapshot import COUNTS, SCALES, SUMMED_DIM, Buffers, Snapshot, Table, TensorReader, take_snapshot
 
 PART = "part.json"
 LEAST_PRIORITY = 19  # nice(2)
@@ -116,15 +105,14 @@ class CheckpointWriter:
             self._thread.shutdown(wait=True)
 
     def _write(self, snapshot: Snapshot, facts: dict[str, Any]) -> Path:
-        step = snapshot.state["step"]
-        part = self._part(step, self.process)
+        part = self._part(snapshot.state["step"], self.process)
         if snapshot.arrived is not None:
             snapshot.arrived.synchronize()
         self.may_write()
         try:
             with full_disk(part):
                 part.mkdir(parents=True)
-                table, hashes = write_tensors(part, snapshot, self.process)
+                table, hashes = snapshot.write_tensors(part, self.process)
                 aside = part / f"{PART}.tmp"
                 write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
                 # the last touch: from here on the first process takes the directory away
@@ -142,7 +130,7 @@ class CheckpointWriter:
         with create_artifact(
             path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True
         ) as draft:
-            table = write_table(draft.path, snapshot, self._take_parts(step, draft))
+            table = snapshot.write_table(draft.path, self._take_parts(step, draft))
             read_back = set(draft.known)
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
@@ -204,9 +192,7 @@ def _give_way() -> None:
 
 
 def load_weights(directory: Path, model: nn.Module | Engine, averages: bool = True) -> None:
-    """Fill a model, or an engine's part of it, with a checkpoint's weights, by default with their moving averages where
-    it has any; Refused for another's.
-    """
+    """Fill a model, or an engine's part of it, with weights, or `averages` of them, if any; Refused for another's."""
     read, parts = TensorReader(directory, "weights"), WholeParameters.of(model).parts
     states = TensorReader(directory, "optimizer")
     names = set(model.shapes) if isinstance(model, Engine) else {local.name for local in parts}
@@ -239,12 +225,8 @@ def restore(directory: Path, trainer: Trainer) -> None:
     for names, owner in ((COUNTS, trainer), (SCALES, trainer.scaler)):
         for name in names:
             setattr(owner, name, state[name])
-    now = {
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "device": engine.device.type,
-        "layout": engine.layout.facts(),
-    }
+    now: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    now |= {"device": engine.device.type, "layout": engine.layout.facts()}
     changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
     if changed and engine.mesh.rank == 0:  # the others would say the same
         warn(f"the run goes on, but not to the last bit: {'; '.join(changed)}")
@@ -287,8 +269,7 @@ def load_model(
     directory = locate(path)
     verify_artifact(directory)
     described = read_json(directory / "model.json")
-    config = FAMILIES[described["family"]].from_dict(described["config"])
-    model = empty_model(config, device, dtype)
+    model = empty_model(FAMILIES[described["family"]].from_dict(described["config"]), device, dtype)
     load_weights(directory, model)
     tokenizer = directory / "tokenizer.json"
     return model.eval(), tokenizer if tokenizer.is_file() else None

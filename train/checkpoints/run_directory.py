@@ -82,9 +82,7 @@ class RunWorkspace(Workspace):
 def open_run(
     workspace: RunWorkspace, recipe: Recipe, inputs: Sequence[Input], verified: Collection[tuple[Path, str]]
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Make the directory, which is this run's, ready for steps: the checkpoint to go on from, and the summary of a run
-    that has ended. Files of checkpoints that are `verified` are not read again.
-    """
+    """Make the claimed directory ready for steps: the checkpoint to go on from, the summary of a run that has ended."""
     checkpoint = find_resumable(workspace.path / "checkpoints", verified)
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,50 @@ class Snapshot:
     state: dict[str, Any]
     model: dict[str, Any]
     arrived: torch.cuda.Event | None = None  # of copies from a GPU, for which whoever reads them waits
+
+    def write_tensors(self, directory: Path, process: int) -> tuple[Table, dict[str, str]]:
+        """Write the files of one process, flushed and read back: their table and hashes. Failed where one differs."""
+        table: Table = {}
+        hashes: dict[str, str] = {}
+        for group, pieces in self.tensors.items():
+            file = directory / f"{group}-{process:05d}.safetensors"
+            save_file({name: tensor for name, (tensor, _) in pieces.items()}, file)
+            sync(file)
+            with safe_open(file, framework="pt") as found:
+                both = ((_bytes(found.get_tensor(name)), _bytes(x)) for name, (x, _) in pieces.items())
+                if not all(starmap(torch.equal, both)):
+                    raise Failed("a file of a checkpoint is not what was written", where=file)
+            hashes[file.name] = sha256_file(file)
+            table[group] = {}
+            for name, (tensor, (shape, box)) in pieces.items():
+                chunk = {"file": file.name, "key": name, "offset": list(box.start), "shape": list(box.size)}
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
+        return table, hashes
+
+    def write_table(self, directory: Path, parts: Sequence[Table]) -> Table:
+        """Write what is written once: the table of all processes' tensors, which is returned, state and model."""
+        table: Table = {group: {} for group in GROUPS}
+        for part in parts:
+            for group, entries in part.items():
+                for name, entry in entries.items():
+                    known: Any = table[group].setdefault(name, entry)
+                    if known is not entry:
+                        assert (known["shape"], known["dtype"]) == (entry["shape"], entry["dtype"]), name
+                        known["chunks"] += entry["chunks"]
+        groups = []
+        for group, entries in table.items():
+            lines = []
+            for name, entry in entries.items():
+                wanted = math.prod(entry["shape"])
+                stored = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
+                assert stored == wanted, f"{group} {name}: {stored} of {wanted} elements"
+                lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+            groups.append(f'"{group}": {{\n' + ",\n".join(lines) + "\n}")
+        (directory / TENSORS).write_text("{" + ",\n".join(groups) + "}\n")
+        for file, facts in (("state.json", self.state), ("model.json", self.model)):
+            (directory / file).write_text(json.dumps(facts, indent=1) + "\n")
+        return table
 
 
 def _whole(tensor: Tensor) -> Part:
@@ -127,55 +172,8 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
     )
 
 
-def write_tensors(directory: Path, snapshot: Snapshot, process: int) -> tuple[Table, dict[str, str]]:
-    """Write the files of one process, flushed and read back; the table of their tensors, and the sha256 of each file.
-    Raises Failed where one is not what it was to be.
-    """
-    table: Table = {}
-    hashes: dict[str, str] = {}
-    for group, pieces in snapshot.tensors.items():
-        file = directory / f"{group}-{process:05d}.safetensors"
-        save_file({name: tensor for name, (tensor, _) in pieces.items()}, file)
-        sync(file)
-        with safe_open(file, framework="pt") as found:
-            same = (torch.equal(_bytes(found.get_tensor(name)), _bytes(x)) for name, (x, _) in pieces.items())
-            if not all(same):
-                raise Failed("a file of a checkpoint is not what was written", where=file)
-        hashes[file.name] = sha256_file(file)
-        table[group] = {}
-        for name, (tensor, (shape, box)) in pieces.items():
-            chunk = {"file": file.name, "key": name, "offset": list(box.start), "shape": list(box.size)}
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
-    return table, hashes
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> Table:
-    """Write what is written once: the table of all processes' tensors, which is returned, state and model."""
-    table: Table = {group: {} for group in GROUPS}
-    for part in parts:
-        for group, entries in part.items():
-            for name, entry in entries.items():
-                known: Any = table[group].setdefault(name, entry)
-                if known is not entry:
-                    assert (known["shape"], known["dtype"]) == (entry["shape"], entry["dtype"]), name
-                    known["chunks"] += entry["chunks"]
-    groups = []
-    for group, entries in table.items():
-        lines = []
-        for name, entry in entries.items():
-            stored, wanted = sum(math.prod(c["shape"]) for c in entry["chunks"]), math.prod(entry["shape"])
-            assert stored == wanted, f"{group} {name}: {stored} of {wanted} elements"
-            lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
-        groups.append(f'"{group}": {{\n' + ",\n".join(lines) + "\n}")
-    (directory / TENSORS).write_text("{" + ",\n".join(groups) + "}\n")
-    for file, facts in (("state.json", snapshot.state), ("model.json", snapshot.model)):
-        (directory / file).write_text(json.dumps(facts, indent=1) + "\n")
-    return table
 
 
 class TensorReader:

@@ -21,12 +21,10 @@ from ...core.errors import Failed, Refused, WrongUse
 from ...core.files import leaves
 from ...data.backends import difference
 from ...data.tokenizer import Tokenizer
+from ...models import families, huggingface, huggingface_config
 from ...models.bert import BERT
 from ...models.config import BERTConfig, GPTConfig, ModelConfig, family_of
-from ...models.families import pairs
 from ...models.gpt import GPT
-from ...models.huggingface import fill, load_huggingface
-from ...models.huggingface_config import WHOLE, family_of_shape
 from ...models.init import empty_model, initial_values
 from ...planner.tables import Box
 from ..engine import Engine
@@ -45,12 +43,19 @@ def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
         if is_artifact(path):
             verify_artifact(path)
         tokenizer = path / "tokenizer.json"
-        return load_huggingface(path).eval(), tokenizer if tokenizer.is_file() else None
+        return huggingface.load_huggingface(path).eval(), tokenizer if tokenizer.is_file() else None
     if path.suffix == ".pt" or (path / "ckpt.pt").is_file():
         return read_nanogpt(path if path.is_file() else path / "ckpt.pt"), None
     if not (path / MANIFEST).is_file() and (found := megatron_file(path)) is not None:
         return read_megatron(found), None
     return load_model(path)
+
+
+def plain(model: nn.Module) -> GPT | BERT:
+    """The pretrained model; of one that was fine-tuned before, its encoder."""
+    found = getattr(model, "encoder", model)
+    assert isinstance(found, GPT | BERT), "a GPT, a BERT or a BERT with a head"
+    return found
 
 
 def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor]:
@@ -59,10 +64,7 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
     Dropout may differ, the length where no table has it, and for BERT the pretraining heads, which then keep their
     first values; nothing else: other heads, another rope or epsilon of the same shapes are another model.
     """
-    if not isinstance(model, (GPT, BERT)):
-        encoder = getattr(model, "encoder", None)
-        assert isinstance(encoder, BERT), "a GPT, a BERT or a BERT with a head"
-        model = encoder
+    model = plain(model)
     if family_of(model.config) != family_of(wanted):
         found = family_of(model.config).upper()
         raise Refused(f"the weights are of a {found}", where=where, fix="set model.family")
@@ -70,7 +72,7 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
     config: Any = model.config
     other = []
     for name in (field.name for field in fields(config) if field.name not in FREE):
-        there, here = (getattr(each, WHOLE.get(name, name)) for each in (config, wanted))
+        there, here = (getattr(each, huggingface_config.WHOLE.get(name, name)) for each in (config, wanted))
         if there != here:
             other.append(f"{name} is {there}, the recipe asks for {here}")
     if other:
@@ -125,13 +127,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return tree
 
 
-NANOGPT = {  # our field -> nanoGPT's
-    "vocab_size": "vocab_size",
-    "sequence_length": "block_size",
-    "layers": "n_layer",
-    "width": "n_embd",
-    "heads": "n_head",
-}
+SHAPE = ("vocab_size", "sequence_length", "layers", "width", "heads")
+NANOGPT = ("vocab_size", "block_size", "n_layer", "n_embd", "n_head")  # the same there
 
 
 def read_nanogpt(path: Path) -> GPT:
@@ -141,7 +138,7 @@ def read_nanogpt(path: Path) -> GPT:
     if not isinstance(arguments, dict) or not isinstance(state, Mapping):
         raise WrongUse("not a nanoGPT checkpoint", where=path, why="it has no model_args and model")
     try:
-        shape = {ours: arguments[theirs] for ours, theirs in NANOGPT.items()}
+        shape = {ours: arguments[theirs] for ours, theirs in zip(SHAPE, NANOGPT)}
     except KeyError as error:
         raise Failed(f"model_args has no {error}", where=path) from error
     dropout, bias = arguments.get("dropout", 0.0), bool(arguments.get("bias", True))
@@ -153,8 +150,8 @@ def read_nanogpt(path: Path) -> GPT:
         theirs[name] = value.t() if turned and value.dim() == 2 else value
     model = empty_model(config, "cpu", torch.float32)
     ours = dict(model.named_parameters())
-    table = pairs(config, family_of_shape(config))
-    fill(model, [pair for pair in table if pair.ours in ours], theirs, path)
+    table = families.pairs(config, huggingface_config.family_of_shape(config))
+    huggingface.fill(model, [pair for pair in table if pair.ours in ours], theirs, path)
     assert isinstance(model, GPT)
     return model.eval()
 

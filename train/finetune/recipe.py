@@ -109,8 +109,7 @@ def inputs_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:
     if not recipe.data.validation and not recipe.data.validation_fraction:
         yield Problem("data.validation_fraction", "nothing is held out to measure on", "for example 0.2")
     if recipe.task == "retrieval" and not recipe.data.pair_field:
-        text = "retrieval needs the passage of each query"
-        yield Problem("data.pair_field", text, 'for example "positive"')
+        yield Problem("data.pair_field", "retrieval needs each query's passage", 'for example "positive"')
 
 
 def layout_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:

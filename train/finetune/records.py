@@ -50,8 +50,7 @@ def read_records(path: str, squad: bool = False) -> list[Record]:
 def held_out(record: Record, fields: Sequence[str], fraction: float) -> bool:
     """Whether a record is measured on: decided by its content alone, so that equal records stay on one side."""
     content = json.dumps([record.get(field) for field in fields if field], ensure_ascii=False)
-    digest = hashlib.sha256(content.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 def fields_of(records: Iterable[Record], *fields: str) -> Iterator[tuple[Any, ...]]:
@@ -99,9 +98,7 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, np.ndarray]:
 
 
 def classification(predicted: Sequence[int], right: Sequence[int], labels: int) -> dict[str, float]:
-    """Accuracy, F1 (of class 1 for two classes, else the mean over classes) and Matthews' correlation (Gorodkin
-    2004 for more than two classes), as GLUE reports them.
-    """
+    """Accuracy, F1 (of class 1 of two, else the mean), Matthews' correlation (Gorodkin 2004), as GLUE reports them."""
     table = np.zeros((labels, labels))
     np.add.at(table, (right, predicted), 1)
     hits, said, were, count = table.diagonal(), table.sum(0), table.sum(1), table.sum()
@@ -116,9 +113,7 @@ def classification(predicted: Sequence[int], right: Sequence[int], labels: int) 
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """(type, first, after last) of the entities of one sentence in BIO tags, as conlleval reads them: an I- of
-    another type, or after an O, begins a new one.
-    """
+    """(type, first, after last) of entities in BIO tags, as conlleval: an I- of another type or after O begins one."""
     found, kind, start = set(), "", 0
     for place, tag in enumerate([*tags, "O"]):
         prefix, _, name = tag.partition("-")

@@ -16,24 +16,17 @@ from ...core.console import cell, say
 from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
 from ...data.tokenizer import Tokenizer, write_beside
+from ...models import huggingface, huggingface_config, sentence
 from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT
-from ...models.huggingface import to_huggingface
-from ...models.huggingface_config import describe
-from ...models.sentence import read_sentence
+from .. import evaluate, loop, memory, precision
 from ..build import RunPlan
-from ..checkpoints.checkpoint import load_weights
-from ..checkpoints.run_directory import locate
-from ..checkpoints.weights_in import open_weights, start_from
+from ..checkpoints import checkpoint, run_directory, weights_in
 from ..corpus import Corpus
 from ..engine import Engine
-from ..evaluate import whole_model
 from ..logs.metrics import FILE as METRICS
-from ..loop import train
-from ..memory import check_memory
 from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
-from ..precision import pick_device
 from ..recipes.rules import require_processes
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, fields_of, held_out, read_records
@@ -44,13 +37,12 @@ LEARNING_CHECK = "a part of the same records, held out by hash: a learning check
 
 def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -> dict[str, Any] | None:
     """Train and write the model artifact at `out`; its facts, on the first process. Raises WrongUse for records or a
-    model that do not fit the task, Refused for a model without a Hugging Face layout, Failed for a loss that is not
-    finite.
+    model that do not fit the task, Refused for one without a Hugging Face layout, Failed for a loss that is not finite.
     """
     check_free(out, overwrite)
     plan, digest = plan_task(recipe), recipe_hash(recipe)
     home = Path(f"{out}.{digest[-8:]}.run")
-    validation = train(plan, home, evaluators=[plan.measure])["validation"]
+    validation = loop.train(plan, home, evaluators=[plan.measure])["validation"]
     if running_processes()[0] > 0:
         return None
     facts: dict[str, Any] = {
@@ -86,14 +78,14 @@ class TaskPlan(RunPlan):
         return self.task.objective(self.config)
 
     def fill(self, engine: Engine) -> None:
-        start_from(dict(self.base.named_parameters()), engine)
+        weights_in.start_from(dict(self.base.named_parameters()), engine)
 
     def batches(self, mesh: Mesh, cache: Path | None = None) -> Any:
         return TaskBatches(self, mesh.data.size)
 
     @torch.no_grad()
     def measure(self, engine: Engine, step: int) -> dict[str, Any]:
-        if (model := whole_model(engine)) is None:
+        if (model := evaluate.whole_model(engine)) is None:
             return {}
         figures = self.task.measure(model, self.measured, engine.device)
         say(f"epoch {step // self.recipe.train.eval_every_steps}: " + figures_text(figures))
@@ -101,7 +93,7 @@ class TaskPlan(RunPlan):
 
     def saved(self, run: Path) -> nn.Module:
         model: nn.Module = self.objective().empty(torch.float32).to_empty(device="cpu")
-        load_weights(locate(run), model)
+        checkpoint.load_weights(run_directory.locate(run), model)
         return model
 
 
@@ -131,13 +123,13 @@ class TaskBatches:
 
 def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     """Open and check everything that a recipe names."""
-    device = own_device(pick_device(recipe.train.device, recipe.train.precision))
-    opened, tokenizer_file = open_weights(recipe.model.init_from)
+    device = own_device(precision.pick_device(recipe.train.device, recipe.train.precision))
+    opened, tokenizer_file = weights_in.open_weights(recipe.model.init_from)
     if tokenizer_file is None:
         fix = "put one beside the weights"
         raise WrongUse("this model has no tokenizer.json", where=recipe.model.init_from, fix=fix)
     tokenizer = Tokenizer.load(tokenizer_file)
-    task, base = _task(recipe, opened, tokenizer), _plain(opened)
+    task, base = _task(recipe, opened, tokenizer), weights_in.plain(opened)
     learnt, measured = _split(recipe)
     task.prepare([*learnt, *measured])
     rows, each = task.rows(learnt), task.rows_per_record
@@ -152,7 +144,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
         config=config,
         device=device,
         corpus=Corpus((), (), tokenizer.vocab_size, tokenizer, content, inputs, 0, beside),
-        memory=check_memory(config, run, device),
+        memory=memory.check_memory(config, run, device),
         task=task,
         base=base,
         groups=groups,
@@ -163,7 +155,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
 def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task:
     task = TASKS[recipe.task](recipe, tokenizer)
     if recipe.task == "retrieval":
-        task.sentence = read_sentence(Path(recipe.model.init_from))
+        task.sentence = sentence.read_sentence(Path(recipe.model.init_from))
         if isinstance(base, BERTWithHead) and not base.head.labels:
             task.head = base.head
     config: Any = base.config
@@ -174,16 +166,8 @@ def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task
         raise WrongUse("the rows are too long for the model", where="train.sequence_length", why=why)
     if task.family == "bert" and (tokenizer.cls_id is None or tokenizer.sep_id is None):
         raise WrongUse("the tokenizer has no [CLS] and [SEP]", where=recipe.model.init_from)
-    describe(_plain(base).config)  # Refused for a shape that could not be saved
+    huggingface_config.describe(weights_in.plain(base).config)  # Refused for a shape that could not be saved
     return task
-
-
-def _plain(base: nn.Module) -> GPT | BERT:
-    """The pretrained model; of one that was fine-tuned before, its encoder."""
-    if isinstance(base, BERTWithHead):
-        return base.encoder
-    assert isinstance(base, (GPT, BERT))
-    return base
 
 
 def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
@@ -211,7 +195,7 @@ def write_model(
     from safetensors.torch import save_file
 
     assert isinstance(model, GPT | BERT | BERTWithHead)
-    fields, state = to_huggingface(model)
+    fields, state = huggingface.to_huggingface(model)
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     ids = {f"{role}_token_id": i for role, i in tokenizer.special.items() if role in ("bos", "eos", "pad")}

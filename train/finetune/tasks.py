@@ -143,8 +143,7 @@ class TokenClassification(Task):
     def rows(self, records: Sequence[Record]) -> list[Row]:
         """The first piece of each word has its tag, the others none."""
         data, rows = self.recipe.data, []
-        pairs = fields_of(records, data.text_field, data.label_field)
-        for number, (words, tags) in enumerate(pairs, 1):
+        for number, (words, tags) in enumerate(fields_of(records, data.text_field, data.label_field), 1):
             if len(words) != len(tags):
                 raise WrongUse(f"record {number} has {len(words)} words and {len(tags)} tags", where="data")
             ids, sizes = self.tokenizer.encode_batch([str(word) for word in words])
@@ -221,8 +220,7 @@ def best_span(start: np.ndarray, end: np.ndarray, longest: int) -> tuple[float, 
     """(score, first, last) of the span of at most `longest` tokens with the largest sum of logits."""
     scores = start[:, None] + end[None, :]
     allowed = np.triu(np.ones_like(scores, bool)) & ~np.triu(np.ones_like(scores, bool), longest)
-    place = int(np.where(allowed, scores, -np.inf).argmax())
-    first, last = divmod(place, len(end))
+    first, last = divmod(int(np.where(allowed, scores, -np.inf).argmax()), len(end))
     return float(scores[first, last]), first, last
 
 

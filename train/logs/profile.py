@@ -29,8 +29,6 @@ CLASSES = (  # the first pattern found in an operator's or kernel's name decides
     ("compiled kernels", r"triton|inductor|cpp_fused|graph_|CompiledF|Compiled|Torch-Compiled"),
     ("elementwise", r"gelu|silu|add|mul|div|sub|tanh|pow|sum|elementwise|vectorized|reduce"),
 )
-
-
 PLANNED: dict[str, tuple[str, float, int | None]] = {  # of a kind: the planner's name, factor and digits
     "planned_ms": ("seconds", 1e3, 3),
     "planned_gflop": ("flops", 1e-9, 3),

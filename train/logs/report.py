@@ -119,13 +119,12 @@ def _finished_rows(event: dict[str, Any]) -> list[tuple[str, str]]:
         )
         rows.append((f"target {figure_name(aim['figure']).replace('_', ' ')} {aim['value']:g}", text))
     rows.append(("time since the last start", duration(event["seconds"])))
-    for title, pair, text_of in (
+    for title, pair, told in (
         ("memory", event["memory_bytes"], lambda size: amount(size, "B")),
         ("a step", event.get("step_seconds"), duration),
     ):
         if pair and pair["measured"]:
-            text = f"{text_of(pair['measured'])} measured, {text_of(pair['predicted'])} predicted"
-            rows.append((title, text))
+            rows.append((title, f"{told(pair['measured'])} measured, {told(pair['predicted'])} predicted"))
     return rows
 
 

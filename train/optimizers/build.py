@@ -22,9 +22,7 @@ from .muon import MuonAdamW
 
 
 def build_optimizer(
-    model: nn.Module | Engine,
-    recipe: Recipe,
-    adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    model: nn.Module | Engine, recipe: Recipe, adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the model's parameters, in groups by weight decay and kind; `adam` for AdamW."""
     section, whole = recipe.optimizer, WholeParameters.of(model)

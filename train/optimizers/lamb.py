@@ -34,14 +34,11 @@ class Lamb(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         whole: WholeParameters,
         interleaved: Callable[[str], tuple[int, int]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
         max_trust_ratio: float | None = None,
+        **usual: Any,  # lr, betas, eps
     ) -> None:
-        usual = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapted": True}
-        super().__init__(groups, usual | {"fused": True})  # `fused` keeps the step counters on the device
+        # `fused` keeps the step counters on the device
+        super().__init__(groups, usual | {"weight_decay": 0.0, "adapted": True, "fused": True})
         self._scratch = torch.empty(0)  # one round of directions, kept: fresh memory costs more than the step
         self.whole, self.interleaved, self.max_trust_ratio = whole, interleaved, max_trust_ratio
 

@@ -122,9 +122,8 @@ def _gathered(parts: Sequence[Tensor], dim: int, sizes: Sequence[int], axis: Axi
     if axis.group is None:
         return parts
     share = len(parts) // axis.size
-    shapes = [list(parts[0].shape) for _ in sizes]
-    for shape, size in zip(shapes, sizes):
-        shape[dim] = size
+    whole = parts[0].shape
+    shapes = [(*whole[:dim], size, *whole[dim + 1 :]) for size in sizes]
     counts = [share * torch.Size(shape).numel() for shape in shapes]
     received = _all_to_all([parts[r * share : (r + 1) * share] for r in range(axis.size)], counts, axis)
     pieces = [flat.view(share, *shape) for flat, shape in zip(received, shapes)]

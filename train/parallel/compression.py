@@ -1,5 +1,4 @@
-"""Gradients over slow networks: sums over the data-parallel processes in fewer bytes, with what was lost
-given back later.
+"""Gradients over slow networks: sums over data processes in fewer bytes, with what was lost given back later.
 
 | scheme | bytes against fp32 | what is sent |
 |---|---|---|
@@ -215,10 +214,8 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
 
     @torch.no_grad()
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """After the warm-up, an estimate of the squared norm of the sum over processes, from a sketch of it.
-
-        Every number is given a random sign and added to one of SKETCH buckets; the sum over processes of the
-        buckets has the squared norm of the sum of gradients on average (Alon, Matias and Szegedy 1999).
+        """After the warm-up an estimate: every number is given a random sign and added to one of SKETCH buckets, whose
+        sum over processes has on average the squared norm of that of the gradients (Alon, Matias and Szegedy 1999).
         """
         if not self.frozen:
             return None

@@ -39,8 +39,7 @@ def documents_of(rows: dict[str, np.ndarray]) -> np.ndarray:
     """The document of each token of the rows (B, S), -1 for padding; one to a row where they say of none."""
     if "document_ids" in rows:
         return rows["document_ids"]
-    real = rows.get("attention_mask", np.ones(rows["input_ids"].shape, bool))
-    return np.where(real, 0, -1)
+    return np.where(rows.get("attention_mask", np.ones(rows["input_ids"].shape, bool)), 0, -1)
 
 
 def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
@@ -86,7 +85,7 @@ class ChunkDocuments(Documents):
     ) -> Tensor:
         assert not (dropout or window) and sinks is None, "refused by the layout's rules"
         dtype = v_BGSD.dtype  # of the products: rotary positions leave queries and keys in fp32
-        return ring_attention(q_BASD.to(dtype), k_BGSD.to(dtype), v_BGSD, self, is_causal, self.axis)
+        return ring_attention(q_BASD.to(dtype), k_BGSD.to(dtype), v_BGSD, self, is_causal)
 
 
 def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
@@ -103,15 +102,9 @@ def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q_BACD: Tensor,
-        k_BGCD: Tensor,
-        v_BGCD: Tensor,
-        documents: "ChunkDocuments",
-        causal: bool,
-        axis: Axis,
+        ctx: Any, q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, documents: ChunkDocuments, causal: bool
     ) -> Tensor:
-        bounds, kernel = _bounds(documents, q_BACD)
+        axis, (bounds, kernel) = documents.axis, _bounds(documents, q_BACD)
         q = _to_chunks(q_BACD)  # (2, T, A, D)
         kv = torch.stack((_to_chunks(k_BGCD), _to_chunks(v_BGCD)))  # (2, 2, T, G, D)
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -127,13 +120,13 @@ class _RingAttention(torch.autograd.Function):
                 here = passing.wait()
         merged = out.to(q.dtype)
         ctx.save_for_backward(q, kv, merged, lse)
-        ctx.documents, ctx.causal, ctx.axis, ctx.rows = documents, causal, axis, len(q_BACD)
+        ctx.documents, ctx.causal, ctx.rows = documents, causal, len(q_BACD)
         return _from_chunks(merged, len(q_BACD))
 
     @staticmethod
     def backward(ctx: Any, grad_BACD: Tensor) -> tuple[Tensor | None, ...]:
         q, here, out, lse = ctx.saved_tensors
-        axis, causal = ctx.axis, ctx.causal
+        axis, causal = ctx.documents.axis, ctx.causal
         bounds, kernel = _bounds(ctx.documents, q)
         grad = _to_chunks(grad_BACD)
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -154,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
                 here = passing.wait()
         assert coming is not None
         dk, dv = coming.wait().to(here.dtype).unbind(0)
-        return *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)), None, None, None
+        return *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)), None, None
 
 
 class _Passing:
@@ -200,8 +193,7 @@ def _merge(out_TAD: Tensor, lse_AT: Tensor, part_TAD: Tensor, part_lse_AT: Tenso
 
 def _to_chunks(x_BACD: Tensor) -> Tensor:
     """(B, A, C, D) -> (2, T, A, D), contiguous."""
-    x_BA2HD = x_BACD.unflatten(2, (2, -1))
-    return x_BA2HD.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
+    return x_BACD.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
 
 
 def _from_chunks(x_2TAD: Tensor, rows: int) -> Tensor:
@@ -210,10 +202,10 @@ def _from_chunks(x_2TAD: Tensor, rows: int) -> Tensor:
 
 
 def ring_attention(
-    q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, mask: ChunkDocuments, is_causal: bool, axis: Axis
+    q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, documents: ChunkDocuments, causal: bool
 ) -> Tensor:
     """Attention of the queries here over the keys of all processes of the axis: (B, A, C, D)."""
-    return _RingAttention.apply(q_BACD, k_BGCD, v_BGCD, mask, is_causal, axis)
+    return _RingAttention.apply(q_BACD, k_BGCD, v_BGCD, documents, causal)
 
 
 def run_ring_eagerly() -> None:

@@ -13,8 +13,7 @@ frees and when it reduces (Rajbhandari et al. 2020):
 With 16-bit products the shards are fp32 masters: weights are gathered in 16 bits, gradients reduced in fp32. In a
 pipeline gradients are reduced once a step and weights stay gathered, whatever the sharding (torch's schedules).
 
-Shape letters: M rows that this process has sorted by expert, R rows that it is sent, P processes, H experts that it
-holds, W width.
+Shape letters: M rows here sorted by expert, R rows that come, P processes, H experts of each, W width.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -26,8 +26,7 @@ KINDS = {
 PORT = 29500
 DRAIN_SECONDS = 90  # of a server: answers of 60 s, and before them a balancer looks elsewhere
 GRACE_SECONDS = 300  # between the signal to stop and the kill: time to save
-# torch 2.13's restarts read the addresses of dead processes from a store that outlives them, unless each
-# start has its own
+# each start has a store of its own: torch 2.13's restarts read addresses of dead processes from one that outlives them
 ENVIRONMENT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 

@@ -31,9 +31,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
-    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first, or of who met a user's error,
-    which is final. After a process was lost all start again, at most `restarts` times in a row. SIGTERM and Ctrl-C go
-    to the processes, which save and end.
+    """Run `throughline ARGUMENTS` on so many processes; the exit code of the first, or of who met a user's error. After
+    a process was lost all start again, at most `restarts` times in a row. They get SIGTERM and Ctrl-C, save and end.
     """
     left, start = restarts, 0
     while True:
@@ -131,16 +130,10 @@ def free_port() -> int:
 def environment(rank: int, processes: int, port: int, exit_file: Path, start: int) -> dict[str, str]:
     """What torchrun would set, and the cores shared out unless the user decided."""
     given = {"OMP_NUM_THREADS": str(max(usable_cores() // processes, 1))} | dict(os.environ)
-    return given | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(start),
-        EXIT_FILE: str(exit_file),
-    }
+    ours: dict[str, object] = {"RANK": rank, "WORLD_SIZE": processes}
+    ours |= {f"LOCAL_{name}": number for name, number in ours.items()}
+    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": start}
+    return given | {name: str(value) for name, value in ours.items()} | {EXIT_FILE: str(exit_file)}
 
 
 def begin(cores: set[int] | None) -> None:
@@ -172,5 +165,4 @@ def near_cores(nodes: list[set[int]], rank: int, processes: int) -> set[int] | N
     if len(nodes) < 2:
         return None
     first = rank * len(nodes) // processes
-    last = max((rank + 1) * len(nodes) // processes, first + 1)
-    return set().union(*nodes[first:last])
+    return set().union(*nodes[first : max((rank + 1) * len(nodes) // processes, first + 1)])

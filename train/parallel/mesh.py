@@ -54,6 +54,7 @@ class Axis:
 
 
 ALONE = Axis()
+Collective = Callable[[Tensor, Axis], Tensor]
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,7 @@ def own_device(device: torch.device) -> torch.device:
         return device
     if processes_here() > torch.cuda.device_count():
         what = f"{processes_here()} processes on this machine, and {torch.cuda.device_count()} GPUs"
-        fix = 'fewer processes for each machine, or train.device = "cpu"'
-        raise WrongUse(what, where="parallel", fix=fix)
+        raise WrongUse(what, where="parallel", fix='fewer processes a machine, or train.device = "cpu"')
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
@@ -265,13 +265,7 @@ class Exchange(torch.autograd.Function):
     """What `there` makes of a tensor over an axis, and `back` of its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        there: Callable[[Tensor, Axis], Tensor],
-        back: Callable[[Tensor, Axis], Tensor],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, there: Collective, back: Collective) -> Tensor:
         ctx.axis, ctx.back = axis, back
         return there(x, axis)
 

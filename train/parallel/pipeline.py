@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Stage = Any  # a module of the floor above (train/stage.py), which knows the loss
 
@@ -27,12 +28,7 @@ class Pipeline:
     """The stages of this process in a schedule for `micro_batches` of one shape, (rows, sequence_length)."""
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        micro_batches: int,
-        rows: int,
-        sequence_length: int,
-        dtype: torch.dtype,
+        self, stages: Sequence[Stage], micro_batches: int, rows: int, sequence_length: int, dtype: torch.dtype
     ) -> None:
         from torch.distributed import pipelining  # takes a second to import
 
@@ -57,8 +53,7 @@ class Pipeline:
         )
 
     def run(self) -> None:
-        # split by torch into one element for each micro-batch; on the device, for a sharded stage would wait for its
-        # way there
+        # one element for each micro-batch; on the device, for a sharded stage would wait for its way there
         empty = torch.empty(self.micro_batches, device=self.stages[0].mesh.device)
         inputs = (empty,) if any(stage.is_first for stage in self.stages) else ()
         target = empty if any(stage.is_last for stage in self.stages) else None
@@ -66,9 +61,7 @@ class Pipeline:
 
 
 @torch.no_grad()
-def run_forward(
-    stages: Sequence[Stage], batch: dict[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor | None:
+def run_forward(stages: Sequence[Stage], batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor | None:
     """Sums of one micro-batch on the last stage, without gradients; torch has no evaluation for a V of zero-bubble."""
     by_index = {stage.index: stage for stage in stages}
     mesh, layout = stages[0].mesh, stages[0].mesh.layout

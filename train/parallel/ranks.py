@@ -1,7 +1,6 @@
 """The processes of one run: what all must agree on, and who is behind when they wait for one another.
 
-The first process keeps the run's directory; the others train and stay silent. A run of one process is a ranks
-of one and joins no group.
+The first process keeps the run's directory; the others train and stay silent. A run of one joins no group.
 """
 
 import contextlib
@@ -94,9 +93,7 @@ class Ranks:
                 f"process {self.mesh.rank} of {self.mesh.world.size}",
                 "\n".join([said, *self.behind]),
             )
-            fix = (
-                "the first process that failed says why; the same command continues from the last checkpoint"
-            )
+            fix = "the first process that failed says why; the same command goes on from the last checkpoint"
             what = "the processes of the run no longer work together"
             raise Lost(what, where=where, why=why, fix=fix) from error
 
@@ -151,9 +148,8 @@ class Ranks:
     @contextlib.contextmanager
     def watch(self, directory: Path) -> Iterator["Heartbeat"]:
         """Write into `directory` how far this process is; when a collective fails, find who was behind."""
-        world, limit = self.mesh.world.size, self.timeout_seconds
-        where = None if self.alone else directory
-        heartbeat = Heartbeat(where, self.mesh.rank, world, limit, self.mesh.groups())
+        where, mesh = None if self.alone else directory, self.mesh
+        heartbeat = Heartbeat(where, mesh.rank, mesh.world.size, self.timeout_seconds, mesh.groups())
         try:
             yield heartbeat
         except BaseException as error:
@@ -292,9 +288,7 @@ def read_place(file: Path) -> HeartbeatRecord | None:
 
 
 def name_behind(places: Mapping[int, HeartbeatRecord | None], now: float, limit_s: float) -> dict[int, str]:
-    """A line for each process that the others wait for: that writes no more, else that has ended fewer phases than
-    others, else that has started fewer collectives of a group.
-    """
+    """A line for each process that others wait for: silent, else with fewer phases ended, else fewer collectives."""
     silent, known = {}, {}
     for rank, place in places.items():
         if place is None:

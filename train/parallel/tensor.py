@@ -5,8 +5,7 @@ row-cut one reduce-scatters its partial sums. What differs from torch's DTensor 
 keeps its shard of the input for backward and gathers again there (4 s b h per layer are kept instead of 7.4,
 measured on 8 processes), and tensors are plain.
 
-Shape letters: B batch, S positions of a row, P positions of this process (S / tensor), W width, N selected
-positions, V vocabulary.
+Shape letters: B batch, S positions of a row, P of this process (S / tensor), W width, N selected ones, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 my.txt`). Arithmetic only; no torch here.
 
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
-- Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given; of given weights one pass over the store, at
-  a tenth of the rate.
+- Length: 20 tokens a parameter (Hoffmann et al. 2022) or as given; of given weights one pass, at a tenth of the rate.
 - Layout: data parallel, with as little as possible recomputed and shared out, as the planner's memory allows.
 """
 

@@ -12,12 +12,10 @@ from ...core.console import cell, duration, warn
 from ...core.files import read_json
 from ...core.hardware import computes_in, machine
 from ...models.config import FAMILIES, ModelConfig, family_of, preset, preset_names
+from ...planner import memory, report, traffic
 from ...planner.cost import kernel_totals, step_seconds
 from ...planner.hardware import Cluster, this_machine
 from ...planner.layout import ZERO_BUBBLE, default_micro_rows
-from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
-from ...planner.report import layout_report
-from ...planner.traffic import StepShape, prepared_places, with_compression
 from ...planner.work import LARGE_VOCABULARY, PROCESSOR_RUNTIME_BYTES, Layouts, Software, Work, find_software
 from .recipe import ObjectiveSection, Recipe
 
@@ -171,24 +169,24 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
         evaluated_tokens=evaluated if recipe.data.validation_fraction or recipe.data.validation else 0,
         saves_between=recipe.checkpoint.save_every_steps > 0,
     )
-    software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
+    software = traffic.with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
     if device == "cpu":
         software = software.on_processor()
     return work, layouts, software
 
 
 def predicted_memory(
-    config: ModelConfig, recipe: Recipe, device: str = "cpu", moments: Sequence[str] = tuple(MOMENTS)
+    config: ModelConfig, recipe: Recipe, device: str = "cpu", moments: Sequence[str] = tuple(memory.MOMENTS)
 ) -> dict[str, int]:
     """Bytes by term of the process that needs most, at the worst of these moments; their sum is the prediction."""
-    return worst_terms(*described(config, recipe, device), moments)
+    return memory.worst_terms(*described(config, recipe, device), moments)
 
 
 def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
     """Bytes by term that a process of a run on a GPU takes on the host: offload's, a checkpoint's copy, its own."""
     work, layouts, software = described(config, recipe, "cuda")
-    saved = device_terms(work, layouts, dataclasses.replace(software, on_host=True))
-    terms = host_terms(work, layouts, software) | {
+    saved = memory.device_terms(work, layouts, dataclasses.replace(software, on_host=True))
+    terms = memory.host_terms(work, layouts, software) | {
         "checkpoint copy": saved["checkpoint copy"] + saved["last checkpoint"],
         "runtime": PROCESSOR_RUNTIME_BYTES,
     }
@@ -209,14 +207,14 @@ def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str
     return kernel_totals(work, layouts, cluster, software)
 
 
-def step_shape(recipe: Recipe) -> StepShape:
+def step_shape(recipe: Recipe) -> traffic.StepShape:
     """The shape of a resolved recipe's step."""
     train = recipe.train
     micro = train.rows_per_micro_batch
     fraction = recipe.mask_fraction
     length = train.sequence_length // recipe.parallel.context
-    predicted = prepared_places(micro, length, fraction)[1] if fraction else 0
-    return StepShape(
+    predicted = traffic.prepared_places(micro, length, fraction)[1] if fraction else 0
+    return traffic.StepShape(
         train.rows_per_step // (recipe.parallel.data * micro),
         micro,
         train.sequence_length,
@@ -232,15 +230,13 @@ def step_shape(recipe: Recipe) -> StepShape:
 
 def layout_facts(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     """The layout of a resolved recipe for a script and for a person: what each process holds and sends."""
-    return layout_report(config, recipe.parallel.layout(), step_shape(recipe), recipe.optimizer.name)
+    return report.layout_report(config, recipe.parallel.layout(), step_shape(recipe), recipe.optimizer.name)
 
 
 def outlook(
     recipe: Recipe, config: ModelConfig, cluster: Cluster | None, learnt: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """How often a run of a resolved recipe reads the `learnt` tokens that it trains on (0: not known), how long it
-    takes and what it costs: facts and lines. No cluster: this machine.
-    """
+    """Facts and lines: passes over the `learnt` tokens (0: not known), time and cost; by default of this machine."""
     train = recipe.train
     tokens = train.rows_before(train.steps) * train.sequence_length
     seconds = train.steps * predicted_step_seconds(config, recipe, cluster)

@@ -7,7 +7,7 @@ from functools import partial
 from ...core.errors import WrongUse
 from ...core.recipe import Problem
 from ...models.config import BERTConfig, ModelConfig, family_of
-from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems, nearest_layouts, set_options
+from ...planner import layout as layouts
 from .recipe import ObjectiveSection, Recipe
 from .resolved import micro_rows, model_config, model_family
 
@@ -19,8 +19,7 @@ def batch_rule(recipe: Recipe) -> Iterable[Problem]:
     train = recipe.train
     rows, tokens, length = train.batch_rows, train.batch_tokens, train.sequence_length
     if rows is None and tokens is None:
-        fix = "set train.batch_rows or train.batch_tokens"
-        yield Problem("train.batch_rows", "the batch is not given", fix)
+        yield Problem("train.batch_rows", "no batch is given", "set train.batch_rows or train.batch_tokens")
     elif tokens is not None and tokens % length:
         text = f"{tokens} tokens are no whole number of rows of {length}"
         yield Problem("train.batch_tokens", text, f"for example {max(tokens // length, 1) * length}")
@@ -138,13 +137,15 @@ def parallel_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
     layout = recipe.parallel.layout()
     rows, micro = recipe.train.rows_per_step, micro_rows(recipe)
     batch = recipe.train.sequence_length, rows, micro
-    problems = layout_problems(layout, config, *batch)
-    last = next((found for found in reversed(problems) if found.field in AXES), None)
+    problems = layouts.layout_problems(layout, config, *batch)
+    last = next((found for found in reversed(problems) if found.field in layouts.AXES), None)
     for found in problems:
         key, fix = found.field if "." in found.field else f"parallel.{found.field}", found.fix
         if found is last:  # the degrees are judged together
-            others = nearest_layouts(layout, layout.world, config, *batch, partial(can_be_had, recipe))
-            near = [set_options(layout, other) for other in others]
+            others = layouts.nearest_layouts(
+                layout, layout.world, config, *batch, partial(can_be_had, recipe)
+            )
+            near = [layouts.set_options(layout, other) for other in others]
             nearest = f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}"
             fix = "; ".join(filter(None, (fix, nearest)))
         yield Problem(key, found.text, fix)
@@ -153,7 +154,7 @@ def parallel_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
 def spread_rule(recipe: Recipe) -> Iterable[Problem]:
     """What else the recipe asks for can be had in its layout, and nothing of it is known to be wrong there."""
     layout, rows, micro = recipe.parallel.layout(), recipe.train.rows_per_step, micro_rows(recipe)
-    if layout.schedule in ZERO_BUBBLE and recipe.train.compile == "on":
+    if layout.schedule in layouts.ZERO_BUBBLE and recipe.train.compile == "on":
         text = f"{layout.schedule} takes the gradients of inputs and weights apart, a compiled backward has them in one"
         yield Problem("train.compile", text, 'leave it at "auto", or parallel.schedule = "1f1b"')
     halves = recipe.train.precision in ("bf16", "fp16")
@@ -214,14 +215,12 @@ def expert_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
 
 def require_processes(recipe: Recipe, config: ModelConfig, processes: int) -> None:
     """Raise WrongUse, with the nearest layouts that the recipe can have, unless its own is of so many processes."""
-    from ...planner.layout import require_world  # no rule
-
     train, layout = recipe.train, recipe.parallel.layout()
     batch = train.sequence_length, train.rows_per_step, train.rows_per_micro_batch
-    require_world(layout, processes, config, *batch, partial(can_be_had, recipe))
+    layouts.require_world(layout, processes, config, *batch, partial(can_be_had, recipe))
 
 
-def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
+def can_be_had(recipe: Recipe, layout: layouts.Layout, micro: int) -> bool:
     """Whether the optimizer, offload and compression of a recipe can be had in another layout."""
     update = asdict(layout) | {"layers_per_stage": list(layout.layers_per_stage)}
     parallel = recipe.parallel.model_copy(update=update)
