@@ -72,10 +72,6 @@ class RunPlan:
     def tokens_per_step(self) -> int:
         return self.recipe.train.rows_per_step * self.recipe.train.sequence_length
 
-    @property
-    def tokens_to_train(self) -> int:
-        return self.recipe.train.rows_before(self.recipe.train.steps) * self.recipe.train.sequence_length
-
     def summary(self) -> dict[str, Any]:
         return {
             "family": self.family,
@@ -84,7 +80,8 @@ class RunPlan:
             "train_tokens_in_store": sum(store.tokens for store in self.corpus.train),
             "text_bytes": self.corpus.text_bytes,
             "validation_tokens": sum(store.tokens for store in self.corpus.validation),
-            "flops": self.tokens_to_train * self.config.flops_per_token(self.recipe.train.sequence_length),
+            "flops": self.recipe.train.tokens
+            * self.config.flops_per_token(self.recipe.train.sequence_length),
             "memory_bytes": sum(self.memory.values()),
             "memory": self.memory,
             "step_seconds": predicted_step_seconds(self.config, self.recipe),

@@ -126,8 +126,11 @@ class Engine:
         norm of the gradient, of the whole batch, and the largest signal that any process has received, on the device.
         The target counts of the next batch, `upcoming`, are summed on the same way.
         """
-        if self.config.dropout:
-            self._seed_dropout(step)
+        if (
+            self.config.dropout
+        ):  # a stream for each step and process: with sequence parallelism no two draw the same
+            digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         micro_batches = batch.micro_batches
         inverse_counts = batch.agreed  # 1 / target count (terms,) over the rows of all processes
         if inverse_counts is None:
@@ -355,11 +358,6 @@ class Engine:
         """Wait for updates that are still under way, before values are read."""
         if self.offload is not None:
             self.offload.wait()
-
-    def _seed_dropout(self, step: int) -> None:
-        """Start this process's dropout stream of a step: with sequence parallelism no two processes draw the same."""
-        digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _gradients(shards: Iterable[LocalShard]) -> list[Tensor]:

@@ -113,7 +113,7 @@ class Run:
                 self.ranks.watch(self.workspace.path / HEARTBEAT) as self.report.heartbeat,
                 self.signals,
                 self._batches() as batches,
-                progress("train", self.plan.tokens_to_train, "tokens") as bar,
+                progress("train", self.plan.recipe.train.tokens, "tokens") as bar,
             ):
                 bar.start_at(trainer.samples * self.plan.recipe.train.sequence_length)
                 if self.plan.recipe.target is not None:  # what its log is made of

@@ -114,7 +114,7 @@ def test_a_resume_changes_no_bit_and_the_log_has_the_sizes(
     assert [tokens // length for tokens, _ in figures[0]] == [2, 2, 2, 4, 4, 6, 8, 8, 8]
     one, other = (load_model(tmp_path / name)[0].state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert plan.tokens_to_train == 44 * length
+    assert plan.recipe.train.tokens == 44 * length
 
 
 def test_a_pipeline_with_fewer_micro_batches_than_stages_trains_the_same(

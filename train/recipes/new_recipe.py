@@ -174,10 +174,7 @@ def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
     names, here = (ON_GPU, "a GPU") if machine().gpus else (ON_CPU, "a CPU")
     recipes = {name: load_recipe(name, Recipe) for name in names}
     room = MOST_EPOCHS * size / TOKEN_BYTES
-    read = {
-        name: each.train.steps * each.train.rows_per_step * each.train.sequence_length
-        for name, each in recipes.items()
-    }
+    read = {name: each.train.tokens for name, each in recipes.items()}
     name = next((name for name in reversed(names) if read[name] <= room), names[0])
     train, passes = recipes[name].train, MOST_EPOCHS * read[name] / room
     given, why = [f"data.train={text}"], f"the longest for {here} that reads it at most {MOST_EPOCHS} times"

@@ -199,6 +199,11 @@ class TrainSection(Section):
         return (self.rows_per_step - ramp.start_rows) // ramp.step_rows
 
     @property
+    def tokens(self) -> int:
+        """Of the whole run."""
+        return self.rows_before(self.steps) * self.sequence_length
+
+    @property
     def rows_per_micro_batch(self) -> int:
         return self.micro_batch_rows or self.rows_per_step
 

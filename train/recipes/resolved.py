@@ -237,9 +237,8 @@ def outlook(
     recipe: Recipe, config: ModelConfig, cluster: Cluster | None, learnt: float
 ) -> tuple[dict[str, Any], list[str]]:
     """Facts and lines: passes over the `learnt` tokens (0: not known), time and cost; by default of this machine."""
-    train = recipe.train
-    tokens = train.rows_before(train.steps) * train.sequence_length
-    seconds = train.steps * predicted_step_seconds(config, recipe, cluster)
+    tokens = recipe.train.tokens
+    seconds = recipe.train.steps * predicted_step_seconds(config, recipe, cluster)
     price = cluster.price_per_chip_hour * recipe.parallel.layout().world if cluster else 0.0
     cost, epochs = price * seconds / 3600 or None, tokens / learnt if learnt else None
     facts = {"tokens_to_train": tokens, "seconds": seconds, "cost": cost, "epochs": epochs}
