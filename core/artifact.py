@@ -111,17 +111,9 @@ def seal(
             file.chmod(file.stat().st_mode | (directory.stat().st_mode & 0o444))  # safetensors writes 0600
             sync(file)
             records.append(FileRecord(name, file.stat().st_size, sha256_file(file)))
-    manifest = Manifest(
-        kind,
-        FORMAT_VERSION,
-        version(),
-        command_line(),
-        recipe_hash,
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        tuple(draft.inputs),
-        tuple(records),
-        json.loads(json.dumps(draft.facts)),
-    )
+    created, facts = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), json.loads(json.dumps(draft.facts))
+    made = FORMAT_VERSION, version(), command_line(), recipe_hash, created
+    manifest = Manifest(kind, *made, tuple(draft.inputs), tuple(records), facts)
     aside = directory / f".{MANIFEST}.tmp"
     aside.write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n")
     sync(aside)

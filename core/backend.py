@@ -130,9 +130,7 @@ class OneCall:
 
 
 class EncoderBackend(Protocol):
-    """A BERT, or a GPT that embeds: all inputs (B, S); `mask` is bool with True for real tokens, which come first, at
-    least one in every row.
-    """
+    """A BERT, or a GPT that embeds: all inputs (B, S); `mask` is True for a row's real tokens, its first ones."""
 
     name: str
     device: str
@@ -150,10 +148,8 @@ class EncoderBackend(Protocol):
     ) -> dict[str, np.ndarray]:
         """float32 outputs: `last_hidden_state` (B, S, H); `mlm_logits` (B, N, V) at the positions `ask`;
         `sentence_embedding` (B, H), the mean over real tokens; `cls_embedding` (B, H), the first; asked for,
-        `last_embedding`; with an NSP head `pooler_output` (B, H) and `nsp_logits` (B, 2).
-
-        `want`: those alone need come from the device to the host; a backend that has no `cls_embedding` gives the
-        hidden states for it.
+        `last_embedding`; with an NSP head `pooler_output` (B, H) and `nsp_logits` (B, 2). `want`: those alone need
+        come from the device to the host; a backend that has no `cls_embedding` gives the hidden states for it.
         """
 
 

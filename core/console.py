@@ -101,10 +101,7 @@ def amount(value: float, unit: str) -> str:
 
 
 class progress:  # noqa: N801 - used like a function, as contextlib.suppress is
-    """Progress of a long piece of work, as a context manager: `bar.advance(n, note)`.
-
-    `total` in `unit`; None when unknown. Shows done, rate and time left.
-    """
+    """Progress of a long piece of work, as a context manager: done, rate, time left. `total` in `unit`, or unknown."""
 
     def __init__(self, label: str, total: float | None = None, unit: str = "") -> None:
         self.label, self.total, self.unit = label, total, unit

@@ -73,9 +73,7 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
 
 @contextmanager
 def written_aside(path: Path | str) -> Iterator[Path]:
-    """A new directory beside `path` to write into. When the block ends well, every file in it is flushed and it
-    takes the place of `path`; after an error it is removed. Raises Failed on a full disk.
-    """
+    """A directory that is flushed and takes the place of `path` if the block succeeds. Raises Failed on a full disk."""
     path = Path(os.path.realpath(path))  # a link stays, what it names is written
     staging = _beside(path)
     try:

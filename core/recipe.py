@@ -48,8 +48,7 @@ def load_recipe(
     """A recipe from a path, or a shipped one by name, with its overrides. Raises WrongUse with all problems at once."""
     path = find_recipe(source)
     text, tree = read_toml(path)
-    origin = _set_overrides(tree, overrides)
-    return build_recipe(tree, model, rules, where=path, text=text, overridden=origin)
+    return build_recipe(tree, model, rules, where=path, text=text, overridden=_set_overrides(tree, overrides))
 
 
 def build_recipe(
@@ -163,15 +162,10 @@ def parse_override(item: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         fix = "for example: --set train.steps=100"
         raise WrongUse(f"--set {item!r} is not of the form section.key=value", fix=fix)
-    return key.strip(), _toml_value(value)
-
-
-def _toml_value(text: str) -> Any:
-    """A TOML value, or the text itself when it is none (so that paths and names need no quotes)."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        return key.strip(), tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
-        return text
+        return key.strip(), value  # the text itself, so that paths and names need no quotes
 
 
 def _section_of(annotation: Any) -> type[Section] | None:

@@ -54,6 +54,7 @@ class Score:
 
 
 Scored = list[tuple[int, tuple[Score, ...]]]
+Written = list[tuple[int, str]]
 
 
 def check_question(
@@ -86,12 +87,11 @@ def check_question(
 class Scorer(Protocol):
     """What evaluation needs from a model, an exported graph or an engine.
 
-    `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); with equal weights
-    they give equal scores. `identity` is a hash of weights, tokenizer, recipe and of whether the log-probabilities of
-    tokens are kept: the key of stored answers. `window` is the longest input in tokens, `bos` what stands before every
-    text (often nothing), `prefix` the token of an empty context, `mask` the one that hides another (None where a model
-    reads from left to right): a context with masks in it asks what stands there, one answer token a mask. `chat` is the
-    chat template that texts have been through, or None.
+    `recipe` is printed beside every score; with equal weights it gives equal scores. `identity`, of weights, tokenizer,
+    recipe and whether the log-probabilities of tokens are kept, is the key of stored answers. `window` is the longest
+    input in tokens, `bos` what stands before every text (often nothing), `prefix` the token of an empty context, `mask`
+    the one that hides another (None where a model reads from left to right): a context with masks asks what stands
+    there, one answer token a mask. `chat` is the chat template that texts have been through, or None.
     """
 
     recipe: dict[str, Any]
@@ -124,8 +124,10 @@ class Scorer(Protocol):
         """Yields batches of (index into `questions`, one Score per pair), in any order, each question once."""
         ...
 
-    def generate(
-        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
-    ) -> Iterator[list[tuple[int, str]]]:
+    def room(self, max_tokens: int, who: str = "the request") -> int:
+        """Tokens of a context before an answer of so many. Raises WrongUse where none are left or none is written."""
+        ...
+
+    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
         """Greedy continuations, cut before the first stop string: batches of (index in `contexts`, text)."""
         ...

@@ -6,19 +6,9 @@ from typing import Any, cast
 import numpy as np
 
 from ..core.artifact import programs
-from ..core.backend import (
-    Cache,
-    CausalBackend,
-    EncoderBackend,
-    Limits,
-    Span,
-    batches,
-    library,
-    log_sum,
-    on_host,
-)
+from ..core.backend import CausalBackend, EncoderBackend, Limits, Span, batches, library, log_sum, on_host
 from ..core.errors import Failed
-from ..core.scorer import Ids
+from ..core.scorer import Ids, Written
 from ..inference.runtimes.sampling import GREEDY
 from ..inference.serving.generation import Job
 from ..inference.serving.slots import answer
@@ -141,7 +131,7 @@ class _Checked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def step(self, spans: Sequence[Span], cache: Cache) -> Any:
+    def step(self, spans: Sequence[Span], cache: Any) -> Any:
         logits_NV = self._backend.step(spans, cache)
         xp = library(logits_NV)
         if not xp.isfinite(xp.amax(logits_NV, axis=-1)).all():
@@ -153,7 +143,7 @@ class _Checked:
 
 def greedy_texts(
     backend: CausalBackend, tokenizer: Any, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int
-) -> Iterator[list[tuple[int, str]]]:
+) -> Iterator[Written]:
     """Yields batches of (index, answer) as they end."""
     jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, tuple(until)) for ids in prompts]
     answers = [""] * len(jobs)

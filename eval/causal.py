@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.backend import CausalBackend
 from ..core.errors import WrongUse
-from ..core.scorer import Ids, Question, Score, Texts, common
+from ..core.scorer import Ids, Question, Score, Texts, Written, common
 from ..models.gpt import GPT
 from .backend_reader import BackendTrees, greedy_texts
 from .module_reader import ModuleTrees
@@ -26,13 +26,7 @@ class CausalScorer(BatchedScorer):
     mask = None  # no token hides another
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        bos: bool = False,
-        window: int | None = None,
-        **how: Any,
+        self, model: Any, tokenizer: Any, *, bos: bool = False, window: int | None = None, **how: Any
     ) -> None:
         self.reader = self.reader_of(model)
         self.window = min(window or self.reader.context, self.reader.context)
@@ -60,11 +54,9 @@ class CausalScorer(BatchedScorer):
         for found in (self.tokenizer.bos_id, self.tokenizer.eos_id):
             if found is not None:
                 return int(found)
-        raise WrongUse(
-            "the tokenizer has neither a BOS nor an EOS token",
-            why="a text without context (BLiMP, perplexity of a document) is predicted from one of them",
-            fix="choose tasks with a context, or a tokenizer with an end-of-text token",
-        )
+        why = "a text without context (BLiMP, perplexity of a document) is predicted from one of them"
+        fix = "choose tasks with a context, or a tokenizer with an end-of-text token"
+        raise WrongUse("the tokenizer has neither a BOS nor an EOS token", why=why, fix=fix)
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, without BOS; that of a chat template stands before every text anyway."""
@@ -115,20 +107,20 @@ class CausalScorer(BatchedScorer):
         scores = map(self.of_tokens, np.split(logprobs, ends[:-1]), np.split(greedy, ends[:-1]))
         return [tuple(next(scores) for _ in tree.targets) for tree in laid]
 
-    def generate(
-        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
-    ) -> Iterator[list[tuple[int, str]]]:
-        """Greedy text by the server's batching; contexts are cut on the left to leave room for the answer."""
-        room = self.window - max_tokens
-        if room < 1:
-            why = f"{max_tokens:,} tokens, the window has {self.window:,}"
+    def room(self, max_tokens: int, who: str = "the request") -> int:
+        """See `core.scorer.Scorer.room`."""
+        if (room := self.window - max_tokens) < 1:
+            why = f"its answers have {max_tokens:,} tokens, the window {self.window:,}"
             fix = "evaluate a model with a longer window"
-            raise WrongUse("an answer of that length leaves no room for a question", why=why, fix=fix)
+            raise WrongUse(f"{who} leaves no room for a question", why=why, fix=fix)
+        return room
+
+    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
+        """Greedy text by the server's batching; contexts are cut on the left to leave room for the answer."""
+        room = self.room(max_tokens)
         prompts = [(self.bos + ids)[-room:] or (self.prefix,) for ids in self.tokenize(contexts)]
         yield from self.written(prompts, until, max_tokens)
 
-    def written(
-        self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int
-    ) -> Iterator[list[tuple[int, str]]]:
+    def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
         """Greedy text after prompts that leave room for it."""
         yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens)

@@ -31,9 +31,7 @@ NOTES = (
 
 
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
-    """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print). Raises WrongUse when there
-    is no common task, or one was asked differently (other prompts, examples, records), Refused for damaged scores.
-    """
+    """(JSON, lines) of two scores artifacts on their common tasks. Raises WrongUse for none or one asked otherwise."""
     ours, theirs = read_scores(first), read_scores(second)
     for path in (first, second):
         verify_artifact(path)
@@ -68,9 +66,8 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
         for a, b in zip(*(part[name] for part in samples), strict=True):
             values = {"first": a["metrics"][score][0], "second": b["metrics"][score][0]}
             if values["first"] != values["second"] and metric_of(score).mean:
-                questions.append(
-                    {key: a[key] for key in ("task", "record", "where")} | {"metric": score} | values
-                )
+                about = {key: a[key] for key in ("task", "record", "where")}
+                questions.append(about | {"metric": score} | values)
                 shown += _rows(a, b, *values.values())
         parts.append(Part(name, f"right: {score}; below it every answer's log-probability", COLUMNS, shown))
     lines = [*table(tuple(rows[0]), [list(row.values()) for row in rows]), *NOTES]
@@ -82,9 +79,9 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
         lines += table(columns, [[one[key] for key in columns] for one in mine[:SHOWN]])
     if questions:
         place = Path(second).with_name("differences.html")
-        about = page("Questions in which two models differ", parts, f"first: {first}, second: {second}")
+        html = page("Questions in which two models differ", parts, f"first: {first}, second: {second}")
         try:
-            write_atomic(place, about)
+            write_atomic(place, html)
             lines += ["", f"the questions themselves are in {place}"]
         except OSError as error:
             warn(f"no page of the questions: {error}")
@@ -113,10 +110,7 @@ def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
 def paired_test(
     metric: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """Values of both, second - first with its standard error, p, and which is better at p < 0.05.
-
-    Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not itself.
-    """
+    """Values of both, second - first (of a perplexity that of log-probabilities per record, in nats), its error, p."""
     how = metric_of(metric)
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     values = [float(how.aggregate(rows)) for rows in (a, b)]

@@ -38,10 +38,7 @@ def window_hashes(ids: np.ndarray) -> np.ndarray:
 
 
 def shared_runs(texts: Sequence[np.ndarray], store: Any) -> list[bool]:
-    """For each record's ids, whether any run of LENGTH of them stands in the token store.
-
-    A run that repeats (blanks, dashes) is looked for once in each record and compared once in each piece of the store.
-    """
+    """For each record's ids, whether any run of LENGTH of them stands in the token store."""
     runs: dict[int, list[tuple[int, int]]] = {}  # hash -> (record, place) of its runs
     for record, ids in enumerate(texts):
         for value, place in zip(*np.unique(window_hashes(ids), return_index=True)):

@@ -5,15 +5,16 @@ tokenised here and sent as ids: a pair is parted where `causal.py` parts it.
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..core.artifact import Input
 from ..core.errors import Failed, WrongUse, did_you_mean, extra
-from ..core.scorer import Question, Score
+from ..core.scorer import Ids, Question, Score, Written
 from .causal import CausalScorer
-from .opening import Opened, ScorerOptions, open_chat
+from .opening import Opened, ScorerOptions, open_chat, scorer_of
 
 RETRIES = 5  # of a request that meets no server, a busy one or a fault of its own
 BATCH_TOKENS = 1 << 16  # whose answers are stored together
@@ -82,9 +83,7 @@ class Endpoint:
 
 
 class EndpointScorer(CausalScorer):
-    """Scores with a model behind a URL. The window leaves one token of its context free, which servers that generate
-    at least one ask for. `clients`: requests at once.
-    """
+    """Scores with a model behind a URL; a token of its context stays free, for servers that generate at least one."""
 
     def __init__(
         self, reader: Endpoint, tokenizer: Any, *, clients: int, window: int | None, **how: Any
@@ -107,14 +106,12 @@ class EndpointScorer(CausalScorer):
         scores = self.pool.map(lambda pair: self._pair_score(*pair), asked)
         return [tuple(next(scores) for _ in question.pairs) for question in laid]
 
-    def _pair_score(self, context: tuple[int, ...], rest: tuple[int, ...]) -> Score:
+    def _pair_score(self, context: Ids, rest: Ids) -> Score:
         cut = max(0, len(context) + len(rest) - self.window - 1)
         return self.of_tokens(*self.reader.of_prompt(context[cut:] + rest, len(rest)))
 
-    def written(
-        self, prompts: Sequence[tuple[int, ...]], until: Sequence[str], max_tokens: int
-    ) -> Iterator[list[tuple[int, str]]]:
-        def answer(ids: tuple[int, ...]) -> str:
+    def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
+        def answer(ids: Ids) -> str:
             asked = {"stop": list(until[:STOPS])} if until else {}
             text = self.reader.complete(ids, max_tokens=max_tokens, **asked).text
             return text[: min((text.find(stop) for stop in until if stop in text), default=None)]
@@ -133,16 +130,8 @@ def open_endpoint(options: ScorerOptions) -> Opened:
         raise WrongUse("--url needs a tokenizer", why=why, fix=fix)
     tokenizer, place = Tokenizer.load(options.tokenizer), options.tokenizer
     reader = Endpoint(options.url or "", options.model, tokenizer)
-    scorer = EndpointScorer(
-        reader,
-        tokenizer,
-        clients=options.clients,
-        bos=tokenizer.puts_bos if options.bos is None else options.bos,
-        window=options.window,
-        identity="/".join(reader.by),
-        batch_tokens=options.batch_tokens,
-        keep_tokens=options.keep_tokens,
-        chat=open_chat(options, place if place.is_dir() else place.parent, tokenizer),
-    )
+    chat = open_chat(options, place if place.is_dir() else place.parent, tokenizer)
+    made = partial(EndpointScorer, clients=options.clients)
+    scorer = scorer_of(reader, made, tokenizer, options, identity="/".join(reader.by), chat=chat)
     source = Input(f"{reader.url} {reader.model}", "endpoint", "")
     return Opened(scorer, "gpt", source, None, tokenizer=tokenizer)

@@ -66,11 +66,9 @@ class TextSample:
 
 
 class TaskEvaluator:
-    """Called with the engine and the step; returns {"task/metric": value} and {"task/metric_stderr": standard error},
-    nothing at steps that are not its own.
-
-    A group that reports a mean gives the mean alone. Data and records are checked when it is made, before the first
-    step: raises as `evaluate` does, and WrongUse without a tokenizer. The model's mode is given back as it was.
+    """Called with the engine and the step; returns {"task/metric": value} and {"task/metric_stderr": its error}, of a
+    group that reports a mean the mean alone. Data and records are checked when it is made, before the first step:
+    raises as `evaluate` does, and WrongUse without a tokenizer.
     """
 
     def __init__(self, plan: "RunPlan") -> None:

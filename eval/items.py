@@ -196,8 +196,7 @@ def _settled(value: Any) -> Any:
 class Draw:
     """`count` different examples for each record; `first`: the first ones, in order.
 
-    Which ones is a pure function of (seed, task, record number), so that a draw depends on no rank, batch or limit, and
-    two models see the same ones. `seed` None: 0, of the harness's own draw 1234. `headroom`: see `HarnessDraw`.
+    A pure function of (seed, task, record number): of no rank, batch or limit. `seed` None: 0, in `HarnessDraw` 1234.
     """
 
     task: str
@@ -221,9 +220,7 @@ class Draw:
 
 
 class HarnessDraw(Draw):
-    """As the harness draws: `random.sample` by one generator, record after record. With `headroom` it draws one more
-    and leaves the question's own record out, by its data.
-    """
+    """As the harness draws: by one generator; with `headroom` one more, the question's own left out by its data."""
 
     def picks(self, items: Items, source: Items, own: Sequence[int | None]) -> list[list[int]]:
         if self.first:

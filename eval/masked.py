@@ -9,10 +9,10 @@ Otherwise only continuation tokens are masked, one row each. Rows of one length 
 head sees the masked positions alone, so a score does not depend on what shares its batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -113,12 +113,13 @@ class MaskedScorer(BatchedScorer):
             for context, answer in question.pairs
         )
 
-    def generate(
-        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
-    ) -> Iterator[list[tuple[int, str]]]:
+    def room(self, max_tokens: int, who: str = "the request") -> NoReturn:
         """A BERT writes nothing."""
-        why, fix = "the task asks for generated text", "leave the task out, or evaluate a GPT"
+        why, fix = f"{who} asks for generated text", "leave the task out, or evaluate a GPT"
         raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
+
+    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> NoReturn:
+        self.room(max_tokens)
 
     def _row(self, context: Ids, continuation: Ids) -> Row:
         tokenizer = self.tokenizer

@@ -101,9 +101,7 @@ class ModuleTrees(ModuleReader):
 
         def of_layer(layer: int) -> Callable[..., Tensor]:
             pattern = self.model.config.pattern_of(layer)
-            attend = attention(
-                pattern, layer if pattern and pattern.random_blocks else 0
-            )  # each draws its own
+            attend = attention(pattern, layer if pattern and pattern.random_blocks else 0)  # these draw anew
             return partial(attend, keep=keep, before=self.trunk[1][layer] if trees[0].trunk else ())
 
         modules = (module for module in self.model.modules() if isinstance(module, Attention))
@@ -143,10 +141,8 @@ class ModuleRows(ModuleReader):
             least = -(-whole_blocks(1) // lines.shape[1])
             ids = torch.from_numpy(np.resize(part, (max(len(part), least), lines.shape[1]))).to(self.device)
             asked = slice(begins[first], begins[first + len(part)])
-            line, place = (
-                torch.from_numpy(array[asked]).to(self.device) for array in (owner - first, places)
-            )
-            features.append(self.model.hidden(ids)[line, place])
+            chosen = (torch.from_numpy(array[asked]).to(self.device) for array in (owner - first, places))
+            features.append(self.model.hidden(ids)[tuple(chosen)])
         filled = torch.from_numpy(np.resize(np.arange(len(places)), whole_blocks(len(places))))
         hidden_NW = self.model.mlm_features(torch.cat(features)[filled.to(self.device)])
         table, bias = self.model.token_table.weight, self.model.mlm_bias
@@ -204,9 +200,8 @@ def tree_attention(
 def _mask(
     tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int
 ) -> Tensor | None:
-    """What the last rows of a tree may see of its trunk and itself, (rows, T + S), 0 or -inf; None when the whole tree
-    is one causal sequence. With a `pattern` or a trunk all rows need a mask: who sees whom goes by the positions of the
-    sequence that a branch stands for.
+    """What the last rows of a tree (with a `pattern` or a trunk all) may see of its trunk and itself, (rows, T + S), 0
+    or -inf; None when the whole tree is one causal sequence.
     """
     if not tree.branches and pattern is None and not tree.trunk:
         return None
@@ -240,10 +235,8 @@ def token_logprobs(
     ranks: bool = False,
     softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each target id (T,) at position `lines` (T,) of `hidden`: log-probability float32, whether it is
-    the arg-max (the first of equals), and with `ranks` how many tokens are more probable (else zeros).
-
-    A position asked for several targets has its logits computed once. `softcap`: see `GPTConfig.logit_softcap`.
+    """For each target id (T,) at position `lines` (T,) of `hidden`: log-probability float32, whether it is the arg-max
+    (the first of equals), and with `ranks` how many tokens are more probable (else zeros).
     """
     places, which = np.unique(lines, return_inverse=True)
     logprobs, greedy = np.empty(len(lines), np.float32), np.empty(len(lines), bool)

@@ -77,18 +77,19 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
 
 
 def scorer_of(
-    model: Any, family: str, tokenizer: Any, options: ScorerOptions = ScorerOptions(), **own: Any
+    model: Any, kind: Any, tokenizer: Any, options: ScorerOptions = ScorerOptions(), **own: Any
 ) -> Scorer:
-    """The scorer of a module or a backend; `own`: see `BatchedScorer`."""
+    """The scorer of a module or a backend, by its family or by what makes one; `own`: see `BatchedScorer`."""
     common = {key: getattr(options, key) for key in ("window", "batch_tokens", "keep_tokens")} | own
-    if family == "bert":
+    if kind == "bert":
         from .masked import MaskedScorer
 
         return MaskedScorer(model, tokenizer, pll=options.pll, **common)
     from .causal import CausalScorer
 
+    made = CausalScorer if kind == "gpt" else kind
     bos = tokenizer.puts_bos if options.bos is None else options.bos
-    return CausalScorer(model, tokenizer, bos=bos, **common)
+    return made(model, tokenizer, bos=bos, **common)
 
 
 def open_chat(options: ScorerOptions, directory: Path, tokenizer: Any, family: str = "gpt") -> Any:

@@ -60,10 +60,8 @@ def evaluate(
     *,
     fresh: bool = False,
 ) -> list[TaskScores]:
-    """Score the tasks. `directory` keeps the answers for a later start; with `fresh` those of this model to these
-    questions give way to the new ones when all of these stand. Ranks other than 0 return an empty list.
-
-    Raises WrongUse when a task has no data and Failed for a bad record, naming file, line and field.
+    """Score the tasks; ranks other than 0 return nothing. `directory` keeps the answers for a later start; with `fresh`
+    they give way to the new ones when all of these stand. Raises WrongUse for a task without data, Failed for a record.
     """
     asked = prepare(scorer, tasks, settings)
     keys = [key for work in asked for key in work.keys]

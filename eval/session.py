@@ -220,16 +220,13 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
             for a, b in zip(_token_logprobs(one), _token_logprobs(other), strict=True):
                 difference = abs(a - b)
                 if not difference <= bound:  # a NaN is refused too
-                    why = f"log-probability of a token {a:.6f} and {b:.6f}: {difference:.3g} apart, "
-                    raise Refused(
-                        "the two forms of the model do not predict the same",
-                        where=f"{name}, task {task}, {one['where']}",
-                        why=f"{why}the bound is {bound:g}",
-                        fix="export the model again; the scores of the second form would mean nothing",
-                    )
+                    what = "the two forms of the model do not predict the same"
+                    why = f"a token's log-probability {a:.6f} and {b:.6f}: {difference:.3g} apart, bound {bound:g}"
+                    fix = "export the model again; the scores of the second form would mean nothing"
+                    raise Refused(what, where=f"{name}, task {task}, {one['where']}", why=why, fix=fix)
                 worst[task] = max(worst[task], difference)
-    theirs_said = [score.summary for score in theirs]
-    return {"path": name, "bound": bound, "largest_difference": worst, "scores": theirs_said}
+    said = [score.summary for score in theirs]
+    return {"path": name, "bound": bound, "largest_difference": worst, "scores": said}
 
 
 def _token_logprobs(sample: dict[str, Any]) -> list[float]:

@@ -112,9 +112,7 @@ def shipped_tasks() -> dict[str, Path]:
 
 
 def find_tasks(names: Sequence[str]) -> list[BoundTask]:
-    """The tasks of these names: shipped tasks, groups (all members), single members, or paths of task files. Raises
-    WrongUse naming the nearest known task, and for two tasks of one name.
-    """
+    """Shipped tasks, groups (all members), single members, files by path. Raises WrongUse naming the nearest task."""
     found: list[BoundTask] = []
     for name in names:
         path = Path(name)

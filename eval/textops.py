@@ -49,10 +49,7 @@ def lower_first(text: str) -> str:
 
 
 def which(value: Any, *names: Sequence[str]) -> int:
-    """The index of the first list of names that holds `value`, compared as lower-case text.
-
-    Raises ValueError when none does, for example for the label -1 of an unlabelled test set.
-    """
+    """The index of the first list of names that holds `value` in lower case. Raises ValueError when none does."""
     wanted = str(value).strip().lower()
     for index, options in enumerate(names):
         if wanted in options:
@@ -75,9 +72,7 @@ _POSSESSIVE = frozenset(["my", "his", "her", "our", "their"])
 
 
 def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> str:
-    """WSC273: an option in the form that fits the pronoun's place ("The dog" -> "the dog's" for "its" inside
-    a sentence).
-    """
+    """WSC273: an option in the form that fits the pronoun's place ("The dog" -> "the dog's" for an inner "its")."""
     if pronoun.lower() in _POSSESSIVE:
         option += "'s"
     first = option.split()[0]

@@ -116,10 +116,7 @@ def backward(
 
 
 def equal_runs(q_bounds: Bounds, k_bounds: Bounds) -> Iterator[tuple[slice, slice, int]]:
-    """Stretches of neighbouring runs that are as long: their queries, their keys, how many runs.
-
-    Runs without queries or without keys are left out.
-    """
+    """Stretches of neighbouring runs that are as long, none empty: their queries, their keys, how many runs."""
     q_starts, k_starts = (x.tolist() if isinstance(x, Tensor) else x for x in (q_bounds, k_bounds))
     sizes = [(q - p, k - j) for p, q, j, k in zip(q_starts, q_starts[1:], k_starts, k_starts[1:])]
     run = 0

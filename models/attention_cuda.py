@@ -44,12 +44,10 @@ def check_computes(dtype: str, device: torch.device) -> None:
     check_dtype(dtype, "cuda", capability="{}.{}".format(*found), name=name)
     compiled = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
     if compiled and 10 * found[0] + found[1] < min(compiled):
-        raise Refused(
-            f"this torch has no kernels for {name}",
-            where=f"compute capability {found[0]}.{found[1]}",
-            why=f"torch {torch.__version__} was compiled for {', '.join(torch.cuda.get_arch_list())}",
-            fix="install torch from its index for an older CUDA: https://download.pytorch.org/whl/cu126",
-        )
+        what, where = f"this torch has no kernels for {name}", "compute capability {}.{}".format(*found)
+        why = f"torch {torch.__version__} was compiled for {', '.join(torch.cuda.get_arch_list())}"
+        fix = "install torch from its index for an older CUDA: https://download.pytorch.org/whl/cu126"
+        raise Refused(what, where=where, why=why, fix=fix)
 
 
 def has_flash(q: Tensor) -> bool:

@@ -1,11 +1,9 @@
-"""Attention to a part of the sequence: sliding windows and block-sparse patterns that cost no more than what
-they look at.
+"""Attention to a part of the sequence: sliding windows and block-sparse patterns that cost what they look at.
 
-A config with `attention_window` set has one; it replaces `Attention.attend` from outside. The sequence is cut
-into blocks; for each block of queries only the blocks of keys that hold a visible token are gathered, and one
-fused kernel runs for all query blocks that have as many. Inside a gathered block a mask keeps the pattern
-exact to the token. Documents, padding and a relative bias come as the mask that the models make anyway, and
-only its needed parts are read. A plain window, with documents or without, is not gathered: on CUDA it is one
+Of a config with `attention_window`; it replaces `Attention.attend` from outside. For each block of queries only the
+blocks of keys that hold a visible token are gathered, and one fused kernel runs for all query blocks that have as many;
+inside a gathered block a mask keeps the pattern exact to the token. Documents, padding and a relative bias come as the
+mask that the models make anyway, and only its needed parts are read. A plain window is not gathered: on CUDA it is one
 call of torch's variable-length kernel, on a CPU a walk along the diagonal (`attention_cpu.py`).
 
 | kind | a token at i sees a token at j when (causal: and j <= i) |
@@ -44,10 +42,8 @@ from .transformer import AttentionPattern
 
 
 def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int = 0) -> Tensor:
-    """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
-
-    The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of
-    two blocks that are nearest or in order are corners.
+    """(N, N) bool: which blocks of keys hold anything that a block of queries sees. The corners of a pair decide: all
+    bounds but the window's are at block edges, and the tokens of two blocks that are nearest or in order are corners.
     """
     first = torch.arange(-(-length // pattern.block)) * pattern.block
     corners = torch.stack((first, first + pattern.block - 1))  # (2, N)
@@ -184,12 +180,9 @@ def _blocks(x_BASD: Tensor, size: int, missing: int) -> Tensor:
 
 
 def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
-    """The pattern and the model's own mask, or the numbers of the documents (B, S), for one group.
-
-    (B R, 1 or A, C, M C), bool or a bias.
-
-    A query that would see nothing (a padded place far from all real tokens) sees itself: a softmax over
-    nothing is NaN, and NaN at a padded place would reach the others through the next layer.
+    """The pattern and the model's own mask, or the numbers of the documents (B, S), for one group: bool or a bias,
+    (B R, 1 or A, C, M C). A query that would see nothing (a padded place) sees itself: a softmax over nothing is NaN,
+    and would reach the others through the next layer.
     """
     visible_RCK = group.visible_RCK
     size = visible_RCK.shape[1]

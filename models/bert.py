@@ -24,11 +24,8 @@ from .rotary import layer_tables
 
 
 class BERT(nn.Module):
-    """`model(ids)` gives logits everywhere; training calls `hidden`, `mlm_head` on the masked positions, and
-    `nsp_head`.
-
-    Blocks are keyed by their layer number. Parameters have torch's default values until `init.initialise` or
-    a checkpoint fills them.
+    """`model(ids)` gives logits everywhere; training calls `hidden`, `mlm_head` on masked positions, and `nsp_head`.
+    Blocks and parameters: as those of a `GPT`.
     """
 
     def __init__(self, config: BERTConfig) -> None:
@@ -196,17 +193,9 @@ class BERTWithHead(nn.Module):
             self.encoder.mlm_transform = self.encoder.mlm_norm = None
         self.output = nn.Linear(config.width, len(head.labels)) if head.labels else None
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        token_types: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Ids (B, S), and what `BERT.hidden` takes -> logits (B, L), or (B, S, L) for the heads on tokens."""
-        hidden_BSW = self.encoder.hidden(input_ids, token_types, attention_mask, positions, document_ids)
-        return self.classify(hidden_BSW)
+    def forward(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+        """What `BERT.hidden` takes -> logits (B, L), or (B, S, L) for the heads on tokens."""
+        return self.classify(self.encoder.hidden(*inputs, **named))
 
     def classify(self, hidden_BSW: Tensor) -> Tensor:
         """The encoder's output (B, S, W) -> the logits; the same without a head."""

@@ -17,10 +17,8 @@ from .transformer import TransformerConfig, listed
 
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):
-    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP, fewer key heads: a Llama.
-
-    The fields from `position_offset` on, and below `tied`, are off by default. They make the other decoders of
-    docs/models.md.
+    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP, fewer key heads: a Llama. The fields
+    from `position_offset` on, and below `tied`, are off by default; they make the other decoders of docs/models.md.
     """
 
     tied: bool = True  # the output matrix is the token table
@@ -77,34 +75,21 @@ class GPTConfig(TransformerConfig):
         problems = super().validate()
         if problems:
             return problems
-        rms_only = self.qk_norm != "none" or self.norm_from_one
+        rms_only = (self.qk_norm != "none" or self.norm_from_one) and self.norm != "rmsnorm"
         parallel = self.residual != "sequential" and self.norm_place != "before"
         latent, plain = self.kv_latent > 0, self.key_value_heads == self.heads and self.qk_norm == "none"
         plain = plain and not self.has_bias("qkv") and not self.norm_from_one
         stray = not latent and (self.q_latent or self.value_width)
         turned = self.positions == "rotary" and 0 < self.rope_width < self.head_size
         sizes = ["kv_latent", "q_latent", "value_width", "query_scalar", "attention_softcap", "logit_softcap"]
-        sizes += ["gate_limit"]
         unlike = self.gate_limit and not (self.gated and self.activation == "silu")
-        problems = self.below(0, *sizes) + listed(
+        problems = self.below(0, *sizes, "gate_limit") + listed(
             (stray, "q_latent and value_width are of latent attention, and kv_latent is 0"),
-            (
-                latent and not plain,
-                "kv_latent goes with a key head for each query head, no biases, no qk_norm",
-            ),
+            (latent and not plain, "kv_latent goes with a key head per query head, no biases, no qk_norm"),
             (latent and not turned, "kv_latent goes with rotary positions and a rope_width below the head's"),
-            (
-                self.value_size > self.head_size,
-                f"value_width must be at most the head width {self.head_size}",
-            ),
-            (
-                self.output_bias and self.tied,
-                "output_bias is that of an output matrix: with tied there is none",
-            ),
-            (
-                rms_only and self.norm != "rmsnorm",
-                f"qk_norm and norm_from_one are of RMS norms, not {self.norm}",
-            ),
+            (self.value_size > self.head_size, f"value_width must be at most the head's {self.head_size}"),
+            (self.output_bias and self.tied, "output_bias is an output matrix's: with tied there is none"),
+            (rms_only, f"qk_norm and norm_from_one are of RMS norms, not {self.norm}"),
             (parallel, f"a {self.residual} residual has its norms before the branches"),
             (self.attention_softcap and self.dropout, "attention_softcap has no kernel with dropout"),
             (self.attention_sinks and self.dropout, "attention_sinks have no kernel with dropout"),
@@ -257,12 +242,8 @@ class BERTConfig(TransformerConfig):
         return tables + norms + self.layers * self.block_parameters() + head
 
     def flops_per_token(self, sequence_length: int | None = None, predicted: float = 1.0) -> int:
-        """Model FLOPs of forward and backward for one token; `predicted` is the share of tokens that get MLM
-        logits.
-
-        With 1.0 (logits everywhere) this is the published convention, see `GPTConfig.flops_per_token`; a
-        model that computes the head on the masked 15 % only does less. The transform and the pooler (once per
-        sequence) are counted.
+        """Model FLOPs of forward and backward for one token; `predicted` is the share of tokens that get MLM logits;
+        1.0 is the published convention, see `GPTConfig.flops_per_token`. The transform and the pooler are counted.
         """
         length = sequence_length or self.sequence_length
         table = self.table_width
@@ -291,10 +272,7 @@ def preset_names(family: str | None = None) -> list[str]:
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """The shape of that name, with some of its fields replaced.
-
-    Raises `WrongUse` for an unknown name (with the nearest ones), an unknown field, or a shape that cannot be built.
-    """
+    """The shape of that name, some fields replaced. Raises `WrongUse` for an unknown name or field or a wrong shape."""
     table = _presets()
     if name not in table:
         fix = did_you_mean(name, table, "the presets are: " + ", ".join(table), limit=3)

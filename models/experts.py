@@ -1,17 +1,17 @@
 """Experts: a feed-forward of several, of which each token goes through a few (Shazeer et al. 2017, Fedus et al. 2021).
 
-A router scores the experts for each token. The tokens are sorted by their expert, each expert computes its own in one
-product of a group, and a token gets the sum of its experts' answers, weighted by their scores. No token is dropped.
-Sorting and putting back are permutations, whose gradients need no sums in an order that a GPU leaves open.
+The tokens are sorted by their expert, and a token gets the sum of its experts' answers, weighted by the router's
+scores. No token is dropped. Sorting and putting back are permutations, whose gradients need no sums in an order that a
+GPU leaves open.
 
-Nothing here knows of processes. Two plain attributes are for who trains: `RoutedFeedForward.watch` is told each routing
-and may change its weights, and a forward of `Experts` that sends tokens elsewhere can be put in place of its own.
+Who trains has two plain attributes: `RoutedFeedForward.watch` is told each routing and may change its weights, and a
+forward of `Experts` that sends tokens elsewhere can be put in place of its own.
 
 Shape letters: N tokens, E experts, K experts of a token, M = N x K tokens in the order of their experts, W width, F
 width of an expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -112,14 +112,14 @@ class Experts(nn.Module):
         self.names = ["up", "gate", "down"] if config.gated else ["up", "down"]
         for name in list(self.names) if config.has_bias("mlp") else ():
             size = config.width if name == "down" else config.expert_size
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(config.experts, size)))
             self.names.append(f"{name}_bias")
+            self.register_parameter(self.names[-1], nn.Parameter(torch.empty(config.experts, size)))
         self.activation, self.limit = activation, config.gate_limit
         self.product: Callable[..., Tensor] = F.linear  # of one expert's rows
 
     def forward(self, x_MW: Tensor, counts_E: Tensor) -> Tensor:
         """Tokens in the order of their experts, of which each has so many -> (M, W)."""
-        stacked = [getattr(self, name) for name in self.names]
+        stacked = {name: getattr(self, name) for name in self.names}
         if x_MW.is_cuda and x_MW.dtype == torch.bfloat16:
             ends = counts_E.cumsum(0, dtype=torch.int32)
 
@@ -128,10 +128,10 @@ class Experts(nn.Module):
                 return y if bias is None else y + bias.repeat_interleave(counts_E, 0, output_size=len(x))
 
             return self._answers(x_MW, stacked, grouped)
-        each = zip(x_MW.split(counts_E.tolist()), *(given.unbind() for given in stacked))
-        return torch.cat([self._of_one(rows, given) for rows, *given in each])
+        each = zip(x_MW.split(counts_E.tolist()), *(given.unbind() for given in stacked.values()))
+        return torch.cat([self._of_one(rows, dict(zip(stacked, given))) for rows, *given in each])
 
-    def _of_one(self, x_NW: Tensor, given: Sequence[Tensor]) -> Tensor:
+    def _of_one(self, x_NW: Tensor, given: dict[str, Tensor]) -> Tensor:
         """Of one expert. On a CPU oneDNN makes a kernel for every number of rows that it meets, which costs as much as
         eight products (256 rows, bf16): rows of zeros leave few such numbers.
         """
@@ -140,17 +140,14 @@ class Experts(nn.Module):
         padded = F.pad(x_NW, (0, 0, 0, more)) if more else x_NW
         return self._answers(padded, given, self.product)[: len(x_NW)]
 
-    def _answers(self, x: Tensor, given: Sequence[Tensor], product: Callable[..., Tensor]) -> Tensor:
-        """By matrices and biases in the order of `names`."""
-        count = 2 if self.gate is None else 3
-        matrices = given[:count]
-        biases: Sequence[Tensor | None] = given[count:] or [None] * count
-        hidden = product(x, matrices[0], biases[0])
+    def _answers(self, x: Tensor, given: dict[str, Tensor], product: Callable[..., Tensor]) -> Tensor:
+        hidden = product(x, given["up"], given.get("up_bias"))
         if self.gate is None:
             hidden = self.activation(hidden)
         else:
-            hidden = gated(product(x, matrices[1], biases[1]), hidden, self.activation, self.limit)
-        return product(hidden, matrices[-1], biases[-1])
+            gate = product(x, given["gate"], given.get("gate_bias"))
+            hidden = gated(gate, hidden, self.activation, self.limit)
+        return product(hidden, given["down"], given.get("down_bias"))
 
 
 class _Taken(torch.autograd.Function):

@@ -1,9 +1,8 @@
 """GPT: a causal decoder. GPT-2's shape by default; the config's fields make it a Llama, a Qwen, a Gemma, a NeoX.
 
-What differs from the GPT-2 paper: dropout is off unless asked for, and query, key and value are one matrix
-ordered by head (see `Attention`). Everything else is GPT-2: learned positions, a norm before each branch and
-at the end, tied output matrix. What a field turns on costs nothing where it is off: modules are made, and
-branches taken, by the config.
+What differs from the GPT-2 paper: dropout is off unless asked for, and query, key and value are one matrix ordered by
+head (see `Attention`). What a field turns on costs nothing where it is off: modules are made, branches taken, by the
+config.
 
 Shape letters: B batch, S positions, W width, V vocabulary; `hidden` (B, S, W) is written hidden_BSH in the
 contracts.
@@ -24,10 +23,8 @@ from .rotary import alibi, layer_tables
 
 
 class GPT(nn.Module):
-    """`model(ids)` gives logits; `hidden` and `head` are its two halves.
-
-    Blocks are keyed by their layer number, so a pipeline stage that holds some of them keeps their names.
-    Parameters have torch's default values until `init.initialise` or a checkpoint fills them.
+    """`model(ids)` gives logits; `hidden` and `head` are its two halves. Blocks are keyed by their layer number, so a
+    pipeline stage keeps their names. Parameters have torch's values until `init.initialise` or a checkpoint fills them.
     """
 
     def __init__(self, config: GPTConfig) -> None:

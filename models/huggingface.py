@@ -40,10 +40,8 @@ CLASSES: dict[HeadKind, str] = {  # how the name of a class with the head ends
 
 
 def to_huggingface(model: Model) -> tuple[dict[str, Any], State]:
-    """The `config.json` fields and the tensors of a model, in the layout that its shape has at Hugging Face.
-
-    A model becomes the family that its config names or the first that has its shape (GPT-2's absent biases are written
-    as zeros: the same function). Raises `Refused` for a shape that none of them can express.
+    """The `config.json` fields and the tensors of a model, as the family that its config names or the first that has
+    its shape (GPT-2's absent biases are written as zeros). Raises `Refused` for a shape that none of them can express.
     """
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     dtype = next(iter(state.values())).dtype
@@ -229,11 +227,8 @@ def _reordered(value: Tensor, head_size: int, square: tuple[int, int]) -> Tensor
 
 
 class _Tensors(UserDict[str, Any]):
-    """Tensors by today's names, read when asked for, so that loading a model holds one of them twice; kept are files
-    and names in them.
-
-    A file is opened for each: a mapping keeps every page that was read until it is closed, which is the whole
-    model again.
+    """Tensors by today's names, read when asked for, so that loading a model holds one of them twice. A file is opened
+    for each: a mapping keeps every page that was read until it is closed, which is the whole model again.
     """
 
     def __getitem__(self, name: str) -> Tensor:

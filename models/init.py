@@ -60,10 +60,7 @@ def _fill(out: np.ndarray, key: tuple[int, int], first: int) -> None:
 
 
 def normal(key: tuple[int, int], shape: tuple[int, ...], part: tuple[slice, ...] | None = None) -> Tensor:
-    """The slices `part` (default: all) of a standard normal tensor of this shape, float32, on the CPU.
-
-    `key` are two numbers of 64 bits. Slices have steps of 1.
-    """
+    """The slices `part` (of steps of 1; None: all) of a standard normal tensor of this shape, float32, on the CPU."""
     bounds = [
         (cut.start or 0, size if cut.stop is None else cut.stop)
         for cut, size in zip(part or (slice(None),) * len(shape), shape, strict=True)

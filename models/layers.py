@@ -89,12 +89,10 @@ class Latent(nn.Module):
 class Attention(nn.Module):
     """Self-attention with its projections.
 
-    With as many key as query heads the three projections are one matrix whose output rows are ordered (A, 3,
-    D): head by head its query, key and value. One matrix product, and a contiguous slice of rows is a set of
-    whole heads, so tensor parallelism shards it on dim 0 like any other. With fewer key heads, `q` has rows
-    (A, D) and `kv` has rows (G, 2, D), and each is sharded by heads or, when there are fewer key heads than
-    ranks, `kv` is replicated. The numbers of heads and positions are read from what the projections return,
-    so a shard computes with the heads it has.
+    With as many key as query heads the three projections are one matrix of rows (A, 3, D): a contiguous slice of them
+    is a set of whole heads, so tensor parallelism shards it on dim 0 like any other. With fewer key heads, `q` has rows
+    (A, D) and `kv` (G, 2, D), each sharded by heads or, with fewer key heads than ranks, `kv` replicated. The number of
+    heads is read from what the projections return, so a shard computes with the heads it has.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

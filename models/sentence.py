@@ -14,7 +14,7 @@ generates elsewhere. `embed` and the server scale every vector to length 1.
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ..core.errors import Refused, WrongUse
 from ..core.files import read_json
@@ -40,8 +40,7 @@ class Sentence:
     @property
     def name(self) -> Pooling:
         """The pooling as `export --pooling` calls it."""
-        found: Any = self.pooling + "-normalised" * self.normalised
-        return found
+        return cast(Pooling, self.pooling + "-normalised" * self.normalised)
 
     def pooled(self, name: Pooling | None) -> "Sentence":
         """The same with a pooling as `export --pooling` calls it; None is its own."""
@@ -50,18 +49,14 @@ class Sentence:
         return replace(self, pooling=pooling, normalised=bool(normalised))
 
     def prompted(self, asked: str | None, named: bool = False) -> "Sentence":
-        """The same with one of its prompts, or with a text before every text. Raises WrongUse where it must be `named`
-        and is not.
-        """
+        """The same with one of its prompts, or a text before every text. Raises WrongUse where it must be `named`."""
         if named and asked and asked not in self.prompts:
             known = ", ".join(self.prompts) or "none: put it before your texts"
             raise WrongUse(f"no prompt {asked!r}", where="prompt_name", fix=f"the model's: {known}")
         return self if asked is None else replace(self, prompt=self.prompts.get(asked, asked))
 
     def output(self, asked: str | None = None) -> str:
-        """The output of an encoder that is the vector of a text, by this pooling or the one asked for. Raises WrongUse
-        where a graph has it not.
-        """
+        """The encoder's output by this pooling or the one asked for. Raises WrongUse where a graph has it not."""
         wanted = asked or self.pooling
         if wanted == (self.pooling if self.inside else "mean"):
             return "sentence_embedding"

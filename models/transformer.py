@@ -35,18 +35,9 @@ class AttentionPattern:
             return []
         window, block, blocks = self.window, self.block, self.global_blocks
         return listed(
-            (
-                self.random_blocks > 0,
-                "attention_random_blocks belong to a sliding window, not to a fixed one",
-            ),
-            (
-                window % block > 0,
-                f"a fixed window of {window} tokens is no whole number of blocks of {block}",
-            ),
-            (
-                blocks * block > window,
-                f"{blocks} global blocks of {block} do not fit in a window of {window}",
-            ),
+            (self.random_blocks > 0, "attention_random_blocks belong to a sliding window, not a fixed one"),
+            (window % block > 0, f"a fixed window of {window} is no whole number of blocks of {block}"),
+            (blocks * block > window, f"{blocks} global blocks of {block} do not fit a window of {window}"),
         )
 
     @property
@@ -56,7 +47,6 @@ class AttentionPattern:
 
     def sees(self, queries: Any, keys: Any, causal: bool, length: int = 0, layer: int = 0) -> Any:
         """Whether the token at each query position sees the one at each key position: int arrays or tensors, broadcast.
-
         `length` of the sequence and `layer` matter to random blocks alone, the length only when bidirectional.
         """
         wide = self.global_blocks * self.block
@@ -71,11 +61,8 @@ class AttentionPattern:
         return seen & (keys <= queries) if causal else seen
 
     def _drawn(self, rows: Any, draw: int, causal: bool, length: int, layer: int) -> Any:
-        """The block that each block of queries draws, -1 where nothing is left to draw from.
-
-        What lies beyond the window and the global blocks is cut into as many stretches as there are draws,
-        and each draw takes one block of its stretch: none twice. A function of (layer, row, draw), the same
-        for all heads.
+        """The block that each block of queries draws, -1 where nothing is left: what lies beyond the window and the
+        global blocks is cut into as many stretches as there are draws, and each draw takes one block of its stretch.
         """
         reach = (self.window + self.block - 2) // self.block  # blocks of the window on each side
         left = (rows - reach - self.global_blocks) * (rows > reach + self.global_blocks)
@@ -232,11 +219,7 @@ class TransformerConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """The config with these fields, the others at their defaults.
-
-        Raises `WrongUse` on a field that does not exist (naming the nearest one) and on a shape that cannot
-        be built.
-        """
+        """The config with these fields. Raises `WrongUse` on an unknown one (naming the nearest) or a wrong shape."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
             if key not in known:

@@ -48,9 +48,8 @@ def keep_forkable() -> None:
 
 
 def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0) -> list[Any]:
-    """What `function` returns in each of `world` forked processes, by rank, told by the launcher's environment.
-
-    The first failure ends all and is raised as RuntimeError with that rank's traceback; so is a run beyond `timeout_s`.
+    """What `function` returns in each of `world` forked processes, by rank. The first failure ends all and is raised as
+    RuntimeError with that rank's traceback; so is a run beyond `timeout_s`.
     """
     fork, port, end = multiprocessing.get_context("fork"), free_port(), time.monotonic() + timeout_s
     ranks: dict[Any, int] = {}  # by the end of the pipe on which its answer comes

@@ -52,9 +52,7 @@ class Kind:
         return [self.item(self.form.of(prompts, self.name, record, self.member)) for record in records]
 
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
-        """For each item what is asked of the model, and how many context tokens the window takes from it. Raises
-        WrongUse for a model that cannot answer.
-        """
+        """For each item what is asked, and its context tokens lost to the window. Raises WrongUse for a wrong model."""
         for question in scorer.encode([item.pairs for item in items], [item.before for item in items]):
             yield [question], scorer.lost(question)
 

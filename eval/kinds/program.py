@@ -31,9 +31,7 @@ os._exit({PASSED})
 
 
 class Program(GenerateUntil):
-    """Python that the model writes behind `text`, with `answers`, its tests, behind it. Programs run only with
-    --run-programs.
-    """
+    """Python that the model writes behind `text`, with `answers`, its tests, behind it."""
 
     metrics = ("pass@1",)
     runs_programs = True

@@ -5,7 +5,6 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...core.errors import WrongUse
 from ...core.scorer import Scorer
 from ...train.finetune.records import NO_PUNCTUATION, answer_f1
 from ..items import Form, Item
@@ -29,15 +28,7 @@ class GenerateUntil(Kind):
         return Item(form.where, (pair,), answers=answers, data=form.data)
 
     def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
-        task = self.task
-        room = scorer.window - task.max_tokens
-        if scorer.mask is not None:
-            why, fix = f"task {self.name} asks for generated text", "leave the task out, or evaluate a GPT"
-            raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
-        if room < 1:
-            why = f"answers have {task.max_tokens} tokens, the window {scorer.window}"
-            fix = "evaluate a model with a longer window"
-            raise WrongUse(f"task {self.name} leaves no room for a question", why=why, fix=fix)
+        room = scorer.room(self.task.max_tokens, f"task {self.name}")
         for item, ids in zip(items, scorer.tokenize([item.context for item in items])):
             yield [item.context], max(0, len(scorer.bos) + len(ids) - room)
 
