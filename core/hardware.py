@@ -166,11 +166,11 @@ def computes_in(dtype: str, capability: str) -> bool:
     return float(capability) >= NEEDS_CAPABILITY[dtype]
 
 
-def check_dtype(dtype: str, device: str, *, capability: str = "", name: str = "") -> None:
-    """Refuse a dtype that a GPU cannot compute fast, naming the alternative. CPUs compute every dtype."""
-    if device == "cpu" or not capability or computes_in(dtype, capability):
+def check_dtype(dtype: str, *, capability: str, name: str) -> None:
+    """Refuse a dtype that a GPU cannot compute fast, naming the alternative."""
+    if computes_in(dtype, capability):
         return
-    what, where = f"{name or 'this GPU'} cannot compute in {dtype}", f"compute capability {capability}"
+    what, where = f"{name} cannot compute in {dtype}", f"compute capability {capability}"
     why = f"{dtype} needs compute capability {NEEDS_CAPABILITY[dtype]} or later"
     instead = next(other for other in ("bf16", "fp16", "fp32") if computes_in(other, capability))
     scaled = " (with loss scaling, which is on by default for fp16)" if instead == "fp16" else ""

@@ -12,7 +12,7 @@ from ..core.scorer import Ids, Written
 from ..inference.runtimes.sampling import GREEDY
 from ..inference.serving.generation import Job
 from ..inference.serving.slots import answer
-from .scoring import Tree
+from .scoring import Predicted, Tree
 
 BATCH_TOKENS = 1024
 SLOTS = 16  # texts written at a time
@@ -38,9 +38,7 @@ class BackendTrees(BackendReader):
 
     backend: CausalBackend
 
-    def predict(
-        self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def predict(self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray) -> Predicted:
         """See `ModuleTrees.predict`. Prefixes are in rows 0 … Q-1, branches in rows in the order of the trees."""
         firsts = np.cumsum([0, *(max(1, len(tree.branches)) for tree in trees)]).tolist()
         cache = self.backend.new_cache(firsts[-1])
@@ -116,7 +114,7 @@ class BackendRows(BackendReader):
         return logprobs, greedy, larger
 
 
-def predicted(logits_TV: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def predicted(logits_TV: np.ndarray, targets: np.ndarray) -> Predicted:
     """Of each target (T,): log-probability, and whether it is the arg-max."""
     norm = log_sum(logits_TV)[:, 0]
     return logits_TV[np.arange(len(targets)), targets] - norm, logits_TV.argmax(axis=1) == targets

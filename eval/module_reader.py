@@ -27,7 +27,7 @@ from ..models.gpt import GPT
 from ..models.layers import Attention, attending
 from ..models.linear import linear, one_kernel
 from ..models.transformer import AttentionPattern
-from .scoring import Tree, plant
+from .scoring import Predicted, Tree, plant
 
 BATCH_TOKENS = 16384  # of a GPU
 NARROW = 512  # hidden units: below, the head is most of the work, best done for many questions at a time
@@ -74,9 +74,7 @@ class ModuleTrees(ModuleReader):
 
     @torch.inference_mode()
     @one_kernel()
-    def predict(
-        self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def predict(self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray) -> Predicted:
         """Of the targets (T,) at `lines` (T,) of the trees behind one another: log-probability, and whether it is
         the arg-max. All have one trunk, which is kept for the next call.
         """

@@ -30,6 +30,9 @@ OUT_OF_MEMORY = re.compile(
 RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
 
 
+Predicted = tuple[np.ndarray, np.ndarray]  # of each target: log-probability, whether it is the arg-max
+
+
 class Reader(Protocol):
     """What a scorer knows of what computes."""
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..core.backend import AUTO, BackendOptions
-from ..core.errors import MissingExtra, WrongUse
+from ..core.errors import WrongUse, extra
 from ..core.files import json_lines
 from ..data.records import find_files, read_records, table
 from ..inference.serving.encoding import embed
@@ -81,10 +81,7 @@ def _texts(path: Path) -> dict[str, str]:
 
 def by_words(texts: Sequence[str]) -> Scores:
     """BM25 of the library bm25s, with its settings and without its English stop words. Raises MissingExtra."""
-    try:
-        import bm25s
-    except ImportError:
-        raise MissingExtra("bm25s", "search by words", "throughline[search]") from None
+    bm25s = extra("bm25s", "search by words", "search")
 
     def words(text: str | Sequence[str]) -> list[list[str]]:
         return bm25s.tokenize(text, stopwords=None, return_ids=False, show_progress=False)

@@ -41,7 +41,7 @@ def check_computes(dtype: str, device: torch.device) -> None:
     from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
 
     found, name = capability(device), torch.cuda.get_device_name(device)
-    check_dtype(dtype, "cuda", capability="{}.{}".format(*found), name=name)
+    check_dtype(dtype, capability="{}.{}".format(*found), name=name)
     compiled = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
     if compiled and 10 * found[0] + found[1] < min(compiled):
         what, where = f"this torch has no kernels for {name}", "compute capability {}.{}".format(*found)

@@ -99,14 +99,6 @@ def _make_groups(
 _kept_groups = functools.lru_cache(maxsize=256)(_make_groups)
 
 
-def _groups(
-    pattern: AttentionPattern, length: int, causal: bool, layer: int, device: torch.device
-) -> tuple[list[_Group], Tensor]:
-    """As `_make_groups`, kept from call to call; while compiling they are made, as constants of the graph."""
-    make = _make_groups if torch.compiler.is_compiling() else _kept_groups
-    return make(pattern, length, causal, layer, device)
-
-
 def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Callable[..., Tensor]:
     """What replaces `Attention.attend` in a layer of a causal or a bidirectional model."""
     assert not pattern.validate(), pattern.validate()
@@ -151,7 +143,8 @@ def _attend_blocks(
 ) -> Tensor:
     """Attention group by group; (B, A, S, D)."""
     size, length = pattern.block, qkv[0].shape[2]
-    groups, places = _groups(pattern, length, causal, layer, qkv[0].device)
+    make = _make_groups if torch.compiler.is_compiling() else _kept_groups  # compiled, they are constants
+    groups, places = make(pattern, length, causal, layer, qkv[0].device)
     missing = -length % size
     q, k, v = (_blocks(x, size, missing) for x in qkv)  # each (B, N, C, heads, D)
     if isinstance(mask, Documents):

@@ -160,14 +160,8 @@ SPAN_LABELS = ("start", "end")
 
 @dataclass(frozen=True)
 class Head:
-    """A fine-tuned head: its kind, and the name of each of its outputs (for a span `start` and `end`).
-
-    The kinds and the ends of their Hugging Face classes, which `models/huggingface.py` reads and writes:
-
-        sequence-classification   pooled [CLS] -> (B, L)     ForSequenceClassification
-        token-classification      every token  -> (B, S, L)  ForTokenClassification
-        question-answering        every token  -> (B, S, 2)  ForQuestionAnswering: logits of start and end
-        embedding                 none: the encoder alone    Model, as sentence-transformers, BGE and E5 write it
+    """A fine-tuned head: its kind, and the name of each of its outputs (for a span `start` and `end`). It reads pooled
+    [CLS] -> (B, L), or every token -> (B, S, L); an embedding, as sentence-transformers, BGE and E5 write it, has none.
     """
 
     kind: HeadKind
@@ -175,11 +169,9 @@ class Head:
 
 
 class BERTWithHead(nn.Module):
-    """`model(ids, token_types, attention_mask)` gives the head's logits.
-
-    `encoder` is a BERT without its pretraining heads; it has a pooler only under sequence classification. `output` is
-    the head's one matrix, None where there is no head. Parameters are torch's defaults until `build_with_head` or a
-    directory fills them.
+    """`model(ids, token_types, attention_mask)` gives the head's logits. `encoder` is a BERT without its pretraining
+    heads; it has a pooler only under sequence classification. `output` is the head's one matrix, None where there is no
+    head.
     """
 
     def __init__(self, config: BERTConfig, head: Head) -> None:
@@ -193,9 +185,9 @@ class BERTWithHead(nn.Module):
             self.encoder.mlm_transform = self.encoder.mlm_norm = None
         self.output = nn.Linear(config.width, len(head.labels)) if head.labels else None
 
-    def forward(self, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
-        """What `BERT.hidden` takes -> logits (B, L), or (B, S, L) for the heads on tokens."""
-        return self.classify(self.encoder.hidden(*inputs, **named))
+    def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+        """Ids (B, S), and what `BERT.hidden` takes -> logits (B, L), or (B, S, L) for the heads on tokens."""
+        return self.classify(self.encoder.hidden(input_ids, *inputs, **named))
 
     def classify(self, hidden_BSW: Tensor) -> Tensor:
         """The encoder's output (B, S, W) -> the logits; the same without a head."""

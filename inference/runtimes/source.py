@@ -142,7 +142,7 @@ def pick_dtype(wanted: str, stored: str, device: str) -> "torch.dtype":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
         native = tuple(name for name in by_name if computes_in(name, capability))
         if wanted != "auto":
-            check_dtype(wanted, "cuda", capability=capability, name=torch.cuda.get_device_name(device))
+            check_dtype(wanted, capability=capability, name=torch.cuda.get_device_name(device))
     if wanted != "auto":
         return by_name[wanted]
     if stored not in native:

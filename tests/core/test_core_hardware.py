@@ -66,10 +66,9 @@ def test_dtype_rules_agree_with_the_chip_table() -> None:
 
 def test_t4_refuses_bf16_and_names_fp16() -> None:
     with pytest.raises(Refused) as caught:
-        hardware.check_dtype("bf16", "cuda", capability="7.5", name="Tesla T4")
+        hardware.check_dtype("bf16", capability="7.5", name="Tesla T4")
     assert "use fp16" in caught.value.fix
-    hardware.check_dtype("fp16", "cuda", capability="7.5")
-    hardware.check_dtype("bf16", "cpu")
+    hardware.check_dtype("fp16", capability="7.5", name="Tesla T4")
 
 
 def test_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
