@@ -178,7 +178,7 @@ def command(
 
         report = export_huggingface(path, out, given["pooling"], precision or "", **how)
     elif target == "triton":
-        from ..inference.exports.triton import export_triton
+        from ..inference.exports.handover import export_triton
 
         options = GraphOptions(**given | {"names": "optimum"})  # no input whose length is not the text's
         report = export_triton(path, out, options, **how, **(engine if plan else {}))

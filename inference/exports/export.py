@@ -19,7 +19,7 @@ import onnxruntime
 from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
 from ...core.errors import Refused, WrongUse
-from ...models.bert import BERT, BERTWithHead, Head
+from ...models.bert import BERT, Head
 from ...models.config import GPTConfig, family_of
 from ...models.huggingface import to_huggingface
 from ...models.init import build_with_head
@@ -41,16 +41,12 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Judging:
-    """What an export is judged by besides the sweep of shapes.
+    """What an export is judged by besides the sweep of shapes."""
 
-    `text`: a plain text file; int8 and int4 need it, and calibrate on one half of it unless `calibration`
-    names an artifact. `score`: computes scores of a loaded model, higher is better. `bench`: measure latency.
-    """
-
-    text: Path | str | None = None
-    calibration: Path | str | None = None
-    score: parity.Score | None = None
-    bench: bool = True
+    text: Path | str | None = None  # plain; int8 and int4 need it, and calibrate on one half of it
+    calibration: Path | str | None = None  # an artifact, instead of that half
+    score: parity.Score | None = None  # of a loaded model, higher is better
+    bench: bool = True  # measure latency
     bounds: parity.Bounds | None = None  # None: those of the precision
     device: str = "cpu"  # of the comparison, both sides
 
@@ -81,12 +77,10 @@ class Export:
 
     def leave_heads_out(self) -> None:
         """The encoder alone, for embeddings. Raises WrongUse for a GPT."""
-        model: Any = self.opened.model
-        encoder = model.encoder if isinstance(model, BERTWithHead) else model
+        encoder = getattr(self.opened.model, "encoder", self.opened.model)
         if not isinstance(encoder, BERT):
             raise WrongUse("a GPT has no embedding", where="--outputs", fix="leave it out")
-        bare = build_with_head(encoder, Head("embedding", ())).eval()
-        self.opened = self.opened._replace(model=bare)
+        self.opened = self.opened._replace(model=build_with_head(encoder, Head("embedding", ())).eval())
 
     def keep_sentence(self) -> None:
         """What becomes of a text before the model, beside the export."""
@@ -115,9 +109,7 @@ def _exported(
     overwrite: bool = False,
     **named: Any,
 ) -> Report:
-    """Fill an artifact from the model at `path`, with what `fill` takes besides; returns what parity.json holds. What
-    raises leaves nothing at `out`.
-    """
+    """Fill an artifact from the model at `path`, with what `fill` takes besides; returns what parity.json holds."""
     check_free(out, overwrite)
     device = pick_device(judging.device)
     opened = open_model(path)
@@ -148,8 +140,8 @@ def judge(
     cases: list[parity.Case] | None = None,
     bad_node: Callable[[], str] = lambda: "",
 ) -> None:
-    """Compare what runs an export with the torch model: over shapes, on real text and by a task's score where these are
-    asked for. Raises Refused, which begins with `what`, when something is above its bound.
+    """Compare what runs an export with the torch model. Raises Refused, which begins with `what`, when something is
+    above its bound.
     """
     judging, report, opened = export.judging, export.report, export.opened
     bounds = judging.bounds or bounds
@@ -171,9 +163,8 @@ def export_onnx(export: Export, options: GraphOptions = PLAIN) -> None:
     """
     nodes = write_judged(export, options)
     export.keep_sentence()
-    facts: dict[str, Any] = {name: getattr(options, name) for name in ("variant", "opset", "names")}
-    facts["onnxruntime"] = onnxruntime.__version__  # that it was compared on
-    export.draft.facts |= {"precision": options.precision, "nodes": nodes} | facts
+    facts = {name: getattr(options, name) for name in ("precision", "variant", "opset", "names")}
+    export.draft.facts |= facts | {"nodes": nodes, "onnxruntime": onnxruntime.__version__}
 
 
 def write_judged(export: Export, options: GraphOptions) -> int:
@@ -200,7 +191,7 @@ def write_judged(export: Export, options: GraphOptions) -> int:
     else:
         backend = on_our_terms(run_graph(graph, config, BackendOptions(export.device)), export, options)
     bounds, bad_node = parity.BOUNDS[options.precision], partial(first_bad_node, graph, config)
-    judge(export, export.reference(pooling or "mean"), backend, bounds, "the ONNX graph", bad_node=bad_node)
+    judge(export, export.reference(pooling), backend, bounds, "the ONNX graph", bad_node=bad_node)
     layers, operators = probe(opened.model.to("cpu"), graph, config)
     fused = check_fusion(operators, config, options)
     export.report |= {"precision": options.precision, "layers": layers, "fused": fused}
@@ -224,9 +215,8 @@ def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
         return options
     if judging.calibration is None:
         return dataclasses.replace(options, ranges=calibrate(export.opened.model, rows))
-    ranges = read_calibration(judging.calibration, export.opened.input)
     export.draft.inputs.append(input_record(judging.calibration))
-    return dataclasses.replace(options, ranges=ranges)
+    return dataclasses.replace(options, ranges=read_calibration(judging.calibration, export.opened.input))
 
 
 def description(model: Any) -> dict[str, Any]:
@@ -270,10 +260,7 @@ def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOp
 
 
 def write_graph(model: Any, path: Path, metadata: dict[str, str], options: GraphOptions = PLAIN) -> int:
-    """Write the graph of a GPT, a BERT or a BERT with a head to `path`; returns the number of nodes.
-
-    Raises Refused, by name, for a model with something that the graphs do not have.
-    """
+    """Write a model's graph; returns its number of nodes. Raises Refused, by name, for what the graphs do not have."""
     writer: Any = gpt_graph if isinstance(model.config, GPTConfig) else bert_graph
     return writer(model, options).save(path, metadata)
 

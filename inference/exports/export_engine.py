@@ -80,11 +80,9 @@ class Kernel:
 
 @exports("engine")
 def export_engine(export: Export, library_name: str, options: GraphOptions = HALF, **plan: Any) -> None:
-    """An engine; the report has the compiler's facts under `engine`.
-
-    `library_name`: `tensorrt` (for the GPU of this machine) or `tensorrt_rtx` (for `capability`, on a CPU); `plan`:
-    what `compiled` takes besides. Raises what `export_onnx` raises, and Refused when attention is not fused or a
-    product is not in the precision of the graph.
+    """An engine of `tensorrt` (for the GPU of this machine) or `tensorrt_rtx` (for `capability`, on a CPU); the report
+    has the compiler's facts under `engine`. `plan`: what `compiled` takes besides. Raises as `export_onnx`, and Refused
+    when attention is not fused or a product is not in the precision of the graph.
     """
     engine, facts = compiled(export, library_name, options, **plan)
     export.keep_sentence()
@@ -103,9 +101,7 @@ def compiled(
     lengths: Sequence[int] = LENGTHS,
     timing_cache: Path | None = None,
 ) -> tuple[bytes, dict[str, Any]]:
-    """The engine of a model, judged, and its facts; what describes the model and its graph is written to the export's
-    folder.
-    """
+    """The engine of a model, judged, and its facts; the export's folder has the graph and what describes the model."""
     precision, rtx = options.precision, library_name == "tensorrt_rtx"
     if rtx and capability not in RTX_CAPABILITIES:
         why = f"TensorRT-RTX compiles for {', '.join(RTX_CAPABILITIES)}"
@@ -121,17 +117,11 @@ def compiled(
     kernels = kernels_of_log(messages) if rtx else kernels_of_inspector(said)
     device = export.judging.device if export.judging.device != "cpu" else "cuda:0"
     card = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts(device)
-    facts: dict[str, Any] = {
-        "precision": precision,
-        "library": library.__name__,
-        "library_version": library.__version__,
-        **card,
-        "profiles": [dataclasses.asdict(profile) for profile in profiles],
-        "graph_sha256": sha256_file(graph),
-        "source": export.opened.input.hash,
-        "standing": "compiled by TensorRT-RTX, not run",
-        "compared": "its graph, on ONNX Runtime",
-    }
+    facts: dict[str, Any] = {"precision": precision, "library": library.__name__}
+    facts |= {"library_version": library.__version__, **card}
+    facts |= {"profiles": [dataclasses.asdict(profile) for profile in profiles]}
+    facts |= {"graph_sha256": sha256_file(graph), "source": export.opened.input.hash}
+    facts |= {"standing": "compiled by TensorRT-RTX, not run", "compared": "its graph, on ONNX Runtime"}
     facts |= engine_facts(kernels, config, precision, len(profiles), whole=rtx)
     if "not known" in (facts["product_types"], facts["fused_attention"]):
         warn("TensorRT does not say in which type its products are, or that attention is fused")
@@ -160,11 +150,9 @@ def build_engine(
     capability: str | None = None,
     timing_cache: Path | None = None,
 ) -> tuple[bytes, list[str]]:
-    """Compile a graph; returns the engine and the messages of the build.
-
-    `capability` (TensorRT-RTX alone): the compute capability to compile for. `timing_cache` (TensorRT alone):
-    a file of kernel timings that is read if it exists and written. Raises WrongUse without a GPU where one is
-    needed, Failed with the library's last error when it cannot build.
+    """Compile a graph; returns the engine and the messages of the build. `capability`: what TensorRT-RTX compiles for.
+    `timing_cache`: kernel timings of TensorRT, read where the file exists, and written. Raises WrongUse without a GPU
+    where one is needed, Failed with the library's last error when it cannot build.
     """
     logger = _logger(library)
     try:
@@ -231,9 +219,7 @@ def _judge_engine(export: Export, session: EngineSession, options: GraphOptions)
 
 
 def _inspected(library: Any, engine: bytes, profile: Profile, config: TransformerConfig) -> str:
-    """What TensorRT says of an engine that it has just built, as JSON: types are those of an execution context with
-    the shapes that the first profile is tuned for.
-    """
+    """What TensorRT says of an engine that it has just built, as JSON, for shapes that this profile is tuned for."""
     runtime = library.Runtime(library.Logger(library.Logger.ERROR))
     opened = runtime.deserialize_cuda_engine(engine)
     inspector = opened.create_engine_inspector()
@@ -248,11 +234,10 @@ def _inspected(library: Any, engine: bytes, profile: Profile, config: Transforme
 def kernels_of_log(messages: Iterable[str]) -> list[Kernel]:
     """From a verbose build log with detailed profiling."""
     found = []
-    for message in messages:
-        for line in message.splitlines():
-            if (match := LINE.match(line)) and match[2] not in NO_KERNELS:
-                of = TYPE.search(match[3])
-                found.append(Kernel(match[1], match[2], of[1] if of else "", _block(match[4])))
+    for match in map(LINE.match, "\n".join(messages).splitlines()):
+        if match and match[2] not in NO_KERNELS:
+            of = TYPE.search(match[3])
+            found.append(Kernel(match[1], match[2], of[1] if of else "", _block(match[4])))
     return found
 
 
@@ -268,17 +253,13 @@ def kernels_of_inspector(text: str) -> list[Kernel]:
 
 def type_of_layer(layer: dict[str, Any]) -> str:
     """The type in which a layer computes, as the first of these says it: its inputs' Datatype, their
-    Format/Datatype ("N/A due to dynamic shapes" where a profile is a range), its weights' type, its tactic's name;
-    "" when none does.
+    Format/Datatype ("N/A due to dynamic shapes" where a profile is a range), its weights' type, its tactic's name.
     """
     given, weights = layer.get("Inputs") or [{}], layer.get("Weights")
     said = [given[0].get("Datatype"), given[0].get("Format/Datatype")]
     said += [weights.get("Type") if isinstance(weights, dict) else None, layer.get("TacticName")]
-    for text in map(str, said):
-        for name, words in TYPES.items():
-            if re.search(words, text, re.I):
-                return name
-    return ""
+    found = (name for text in said for name, words in TYPES.items() if re.search(words, str(text), re.I))
+    return next(found, "")
 
 
 def _block(text: str) -> int | None:
@@ -291,9 +272,8 @@ def engine_facts(
     """Counts for a manifest, of one profile: kernels in all, of the largest inner block (the first and the last
     share kernels with what stands around them), fused attention; and the types of the blocks' products.
 
-    Raises Refused when products of the blocks are in another precision than the graph was written in, and, where
-    the list is `whole` (an inspector may leave out anything), when it names no type or an attention block was
-    not fused. What is not known is said as such.
+    Raises Refused when these are in another precision than the graph, and, where the list is `whole` (an inspector may
+    leave out anything), when it names no type or an attention block was not fused.
     """
     per_block = Counter(kernel.block for kernel in kernels if kernel.block is not None)
     fused = sum("_mha" in kernel.name for kernel in kernels) // profiles

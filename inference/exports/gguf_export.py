@@ -50,9 +50,7 @@ GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
 LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model that labels texts
 # llama.cpp's name of a family
-WRITTEN = {
-    name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")
-}
+WRITTEN = {n: n for n in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")}
 WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "starcoder2": "starcoder2"}
 WRITTEN |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "bloom": "bloom"}
 # what its code takes for granted: of any family, and otherwise of some
@@ -76,13 +74,10 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 @exports("gguf")
 def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
-    """A GGUF file. Raises Refused when the model is of a shape that llama.cpp does not compute, or differs by more than
-    the bound.
-    """
+    """A GGUF file. Raises Refused for a shape that llama.cpp does not compute and for what is beyond its bound."""
     opened, file = export.opened, export.folder / "model.gguf"
-    config = opened.model.config
+    config, described = opened.model.config, description(opened.model)
     write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)
-    described = description(opened.model)
     write_json(export.folder / "model.json", described)
     copy_tokenizer(opened, export.folder)
     export.keep_sentence()
@@ -94,18 +89,15 @@ def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
     if reference.encoder is not None:
         kept = ("last_hidden_state", "sentence_embedding", "logits")  # what a file has of a BERT
         headless = parity.Adapted(
-            reference.encoder,
-            lambda out, _: {name: out[name] for name in kept if name in out},
-            one_type=True,
+            reference.encoder, lambda out, _: {name: out[name] for name in kept if name in out}, one_type=True
         )
         reference = replace(reference, backend=headless)
     backend = run_gguf(file, config, BackendOptions("cpu"), precision, len(classes_of(described)))
     length = min(LENGTH, config.sequence_length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
     cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
-    bounds = BOUNDS[precision]
-    if getattr(config, "experts", 0):  # near ties of a router fall either way: the divergence judges
-        bounds = replace(bounds, error=1.0)
+    # near ties of a router fall either way: the divergence judges
+    bounds = replace(BOUNDS[precision], error=1.0) if getattr(config, "experts", 0) else BOUNDS[precision]
     judge(export, reference, backend, bounds, "llama.cpp", cases)
 
 
@@ -162,8 +154,7 @@ def write_gguf(
     _write_tokenizer(writer, tokenizer, config)
     for name, values in _tensors(architecture, config, state):
         stored = _kind(name, values, precision)
-        raw = gguf.quants.quantize(values, stored)
-        writer.add_tensor(name, raw, raw_dtype=stored)
+        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -72,16 +72,12 @@ def probe(model: nn.Module, graph: Path, config: ModelConfig) -> tuple[list[dict
     with opened(graph, names) as (session, operators):
         feeds, real = _feeds(session, config)
         theirs = session.run(names, feeds)
-    found: list[np.ndarray] = []
+    found: list[torch.Tensor] = []
     body: Any = getattr(model, "encoder", model)
-
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        found.append(output.float().cpu().numpy())
-
+    ids = torch.from_numpy(feeds["input_ids"])
     with ExitStack() as hooks, torch.inference_mode():
         for block in body.blocks.values():
-            hooks.enter_context(block.register_forward_hook(keep))
-        ids = torch.from_numpy(feeds["input_ids"])
+            hooks.enter_context(block.register_forward_hook(lambda *given: found.append(given[-1])))
         if isinstance(config, GPTConfig):
             body.hidden(ids)
         else:
@@ -90,7 +86,7 @@ def probe(model: nn.Module, graph: Path, config: ModelConfig) -> tuple[list[dict
     rows = []
     for layer, (ours, other) in enumerate(zip(found, theirs)):
         tally = Tally(logits=False)
-        tally.add(ours[real], other[real].astype(np.float32))
+        tally.add(ours.float().cpu().numpy()[real], other[real].astype(np.float32))
         rows.append({"layer": layer, **tally.errors()})
     return rows, operators
 
@@ -98,11 +94,10 @@ def probe(model: nn.Module, graph: Path, config: ModelConfig) -> tuple[list[dict
 def first_bad_node(graph: Path, config: ModelConfig) -> str:
     """The first node of the graph whose output is not finite, in a sentence; "" when all are."""
     model = onnx.load(str(graph), load_external_data=False)
-    nodes = [(node, name) for node in model.graph.node for name in node.output]
-    with opened(graph, [name for _, name in nodes]) as (session, _):
-        feeds = _feeds(session, config)[0]
-        values = session.run([name for _, name in nodes], feeds)
-    for (node, name), value in zip(nodes, values):
+    nodes = {name: node for node in model.graph.node for name in node.output}
+    with opened(graph, list(nodes)) as (session, _):
+        values = session.run(list(nodes), _feeds(session, config)[0])
+    for (name, node), value in zip(nodes.items(), values):
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             bad = value[~np.isfinite(value)][0]
             return f"the first of them is {bad} in the output {name} of node {node.name} ({node.op_type})"

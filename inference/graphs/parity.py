@@ -33,19 +33,14 @@ Score = Callable[[Loaded], dict[str, float]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an export may differ by: `error` as a share of the output's scale, `top1` agreement of the logits.
+    """What an export may differ by; the last of a case, `kl`, `contested` and `score` on real text."""
 
-    `kl` (nats), `contested` and `score` are for real text: mean divergence, agreement where the reference is
-    right with a probability below 0.9, and how much a task's score may fall. `sweep_kl`: mean divergence of the
-    logits of each case.
-    """
-
-    error: float
-    top1: float
-    kl: float
-    contested: float
-    score: float
-    sweep_kl: float = np.inf
+    error: float  # as a share of the output's scale
+    top1: float  # agreement of the logits
+    kl: float  # mean divergence in nats
+    contested: float  # agreement where the reference is right with a probability below 0.9
+    score: float  # how much a task's score may fall
+    sweep_kl: float = np.inf  # mean divergence of the logits of each case
 
 
 # fp32 rounds at 6e-8; the same sums of 10^3 to 10^4 terms in another order differ by about 1e-6 of their
@@ -63,7 +58,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of the sweep: its name and what to compute with a loaded model."""
+    """One shape of the sweep."""
 
     name: str
     ids_BS: np.ndarray
@@ -117,11 +112,10 @@ def _causal_outputs(backends: tuple[CausalBackend, CausalBackend], case: Case) -
     texts = [ids[:real] for ids, real in zip(case.ids_BS, case.lengths_B)]
     caches = [b.new_cache(batch) for b in backends]  # of llama.cpp the logits are its memory
 
-    def both(starts: Sequence[int], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    def both(starts: Sequence[int], tokens: int) -> Iterator[np.ndarray]:
         parts = [ids[start : start + tokens] for ids, start in zip(texts, starts)]
         spans = [Span(i, starts[i], ids, min(most, len(ids))) for i, ids in enumerate(parts) if len(ids)]
-        ours, theirs = (protocol.on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
-        return ours, theirs
+        return (protocol.on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
 
     if length <= AT_ONCE_TOKENS:
         yield "logits at once", *both([0] * batch, length)
@@ -199,12 +193,13 @@ class Tally:
         return row
 
 
+WORST: dict[str, Any] = dict.fromkeys(("max_abs", "mean_abs", "kl", "scale"), np.max)  # of NaN it is NaN
+WORST |= dict.fromkeys(("passed", "top1_agreement"), np.min)
+
+
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The worst of an output's lines."""
-    largest = [key for key in ("max_abs", "mean_abs", "kl", "scale") if key in rows[0]]
-    least = [key for key in ("passed", "top1_agreement") if key in rows[0]]
-    of_all = {key: [row[key] for row in rows] for key in largest + least}
-    return {key: (np.max if key in largest else np.min)(found).item() for key, found in of_all.items()}
+    return {key: of([row[key] for row in rows]).item() for key, of in WORST.items() if key in rows[0]}
 
 
 def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tuple[int, int]:
@@ -225,15 +220,13 @@ def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: B
     """What a scorer passed in says of both models, by name, and the difference; higher scores are better."""
     ours, theirs = score(reference), score(candidate)
     differences = {name: theirs[name] - ours[name] for name in ours}
-    passed = all(change >= -bounds.score for change in differences.values())
-    facts = {"torch": ours, "exported": theirs, "difference": differences}
-    return facts | {"bound": bounds.score, "passed": passed}
+    facts = {"torch": ours, "exported": theirs, "difference": differences, "bound": bounds.score}
+    return facts | {"passed": all(change >= -bounds.score for change in differences.values())}
 
 
 def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lambda: "") -> None:
-    """Raise Refused when a report did not pass, naming the first line above its bound.
-
-    `bad_node` says where the first number that is not finite appears in the graph, if any does.
+    """Raise Refused when a report did not pass, naming the first line above its bound; `bad_node` says where in the
+    graph the first number that is not finite appears.
     """
     scores, text = report.get("scores"), report.get("text")
     if scores and not scores["passed"]:
@@ -275,8 +268,7 @@ def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "
         return loaded
 
     def pooled(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
-        cls = pooling.startswith("cls")
-        vector = outputs["last_hidden_state"][:, 0] if cls else outputs["sentence_embedding"]
+        vector = outputs["cls_embedding" if pooling.startswith("cls") else "sentence_embedding"]
         if pooling.endswith("normalised"):
             vector = vector / np.linalg.norm(vector, axis=-1, keepdims=True)
         return outputs | {"sentence_embedding": vector}
@@ -312,10 +304,9 @@ class OptimumCausal:
         self.session = session
         self.vocab_size, self.context = config.vocab_size, config.sequence_length
         pasts = [given for given in session.get_inputs() if given.name.startswith("past_key_values.")]
-        kind = np.float16 if "16" in pasts[0].type else np.float32
-        self._empty = {
-            given.name: np.zeros((1, config.key_value_heads, 0, config.head_size), kind) for given in pasts
-        }
+        none = np.zeros((1, config.key_value_heads, 0, config.head_size))
+        none = none.astype(np.float16 if "16" in pasts[0].type else np.float32)
+        self._empty = dict.fromkeys((given.name for given in pasts), none)
 
     def new_cache(self, rows: int) -> list[dict[str, np.ndarray]]:
         return [dict(self._empty) for _ in range(rows)]

@@ -56,9 +56,8 @@ class TextRows:
 
 
 def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRows:
-    """A plain text file as rows of tokens, framed by the tokenizer's [CLS] and [SEP] if it has them.
-
-    Raises WrongUse when there is no tokenizer, no such file, or too little text for two rows.
+    """A plain text file as rows of tokens, framed by the tokenizer's [CLS] and [SEP] if it has them. Raises WrongUse
+    when there is no tokenizer, no such file, or too little text for two rows.
     """
     from ...data.tokenizer import Tokenizer
 
@@ -125,9 +124,7 @@ def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds
 
 def allowed_disagreements(predictions: int, bound: float) -> int:
     """The most disagreements among so many predictions that do not yet show, at the level of 1 %, an agreement below
-    the bound: near ties fall either way in any precision, and a thousand predictions cannot tell 99.9 % from 99.8 %.
-
-    A quantile of the binomial distribution, at least one.
+    the bound (a quantile of the binomial distribution, at least one): near ties fall either way in any precision.
     """
     if not 0 < bound < 1:
         return 1 if bound >= 1 else predictions
@@ -235,13 +232,12 @@ def write_calibration(
     """Calibrate the model at `path` on a text file; writes an artifact and returns its facts."""
     opened = open_model(path)
     rows = read_rows(text, opened.tokenizer, opened.model.config.sequence_length)
-    source = Input(rows.source, "foreign", rows.sha256)
-    with create_artifact(out, "calibration", inputs=[opened.input, source], overwrite=overwrite) as draft:
+    inputs = [opened.input, Input(rows.source, "foreign", rows.sha256)]
+    with create_artifact(out, "calibration", inputs=inputs, overwrite=overwrite) as draft:
         ranges = calibrate(opened.model, rows)
         (draft.path / RANGES).write_text(json.dumps(ranges, indent=1) + "\n")
-        facts = {"layers": len(ranges), "tokens": int(rows.calibration.size), "model": opened.input.hash}
-        draft.facts |= facts
-    return facts
+        draft.facts |= {"layers": len(ranges), "tokens": rows.calibration.size, "model": opened.input.hash}
+    return draft.facts
 
 
 def read_calibration(path: Path | str, model: Input) -> Mapping[str, float]:

@@ -42,8 +42,8 @@ KINDS = {  # of exports: what each is called, and what runs it
 
 
 def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
-    """The backend for the model at `path`. Raises WrongUse or Refused as `open_model` does, and when the
-    options ask for a device, dtype or runtime that this file or this machine does not have.
+    """The model at `path`. Raises WrongUse or Refused as `open_model` does, and when options ask for a device, dtype or
+    runtime that this file or this machine does not have.
     """
     path = Path(path)
     if options.runtime == "auto":
@@ -96,10 +96,9 @@ def context_of(config: ModelConfig, options: BackendOptions) -> int:
 def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     """An artifact that `throughline export` wrote."""
     manifest = verify_artifact(path)
-    described, tokenizer = read_json(path / "model.json"), path / "tokenizer.json"
+    facts, described, tokenizer = manifest.facts, read_json(path / "model.json"), path / "tokenizer.json"
     config: ModelConfig = FAMILIES[described["family"]].from_dict(described["config"])
-    dtype = str(manifest.facts.get("precision", "fp32"))
-    classes = classes_of(described)
+    dtype, classes = str(facts.get("precision", "fp32")), classes_of(described)
     if kind == "engine":
         from .tensorrt_backend import open_engine
 
@@ -107,8 +106,7 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     elif kind == "gguf":
         backend = run_gguf(path / "model.gguf", config, options, dtype, len(classes))
     else:
-        check_version(manifest.facts, path)
-        facts = manifest.facts
+        check_version(facts, path)
         # As ONNX Runtime 1.31 places them: written for its CPU, float16 and a BERT in fp32 run whole on a GPU.
         whole = facts["family"] == "bert" if dtype == "fp32" else dtype == "fp16"
         on_cpu = facts.get("variant") == "onnxruntime" and not whole
@@ -121,7 +119,7 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
                 warn(f"{what} and goes to the CPU and back in each layer; export it with --for cuda")
         backend = run_graph(path / "model.onnx", config, options, dtype)
     kept = tokenizer if tokenizer.is_file() else None
-    pooling: Any = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
+    pooling: Any = str(facts.get("pooling", "mean")).partition("-")[0]
     sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
     return Loaded(config, kept, input_record(path), backend, classes, sentence)
 
@@ -162,11 +160,10 @@ def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
         config = read_json(found / ("model.json" if (found / "model.json").is_file() else "config.json"))
         is_bert = config.get("family", config.get("model_type")) == "bert"
         return ["torch", "torch-compiled"] if is_bert and shutil.which("c++") else ["torch"]
-    on_cpu = pick_onnx_device(options.device) == "cpu"
-    names = ["onnxruntime"]
-    if on_cpu and read_json(path / "model.json")["family"] == "bert" and find_spec("openvino"):
-        names.append("openvino")
-    return names if on_cpu else [*names, "tensorrt"]
+    if pick_onnx_device(options.device) != "cpu":
+        return ["onnxruntime", "tensorrt"]
+    reads = read_json(path / "model.json")["family"] == "bert" and find_spec("openvino")
+    return ["onnxruntime", "openvino"] if reads else ["onnxruntime"]
 
 
 def torch_backend(
@@ -224,8 +221,7 @@ def run_graph(
         encoder = OnnxEncoder(OpenVinoSession(graph, options.threads), config, precision)
         encoder.name = "openvino"
         return encoder
-    device = pick_onnx_device(options.device)
-    tensorrt = None
+    device, tensorrt = pick_onnx_device(options.device), None
     if options.runtime == "tensorrt":
         tensorrt = {} if isinstance(config, GPTConfig) else profile_of(graph, config.sequence_length)
     session = open_session(graph, options.threads, device, tensorrt)

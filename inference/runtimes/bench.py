@@ -30,8 +30,8 @@ WORTH = 1.1  # times the speed from which another file to keep and a longer star
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
-    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s} of `call_of`; with what this GPU
-    cannot go below, and what NVIDIA reported for a T4, where either is known.
+    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s} of `call_of`; where known with
+    floor_ms of this GPU and t4_tensorrt_fp16_ms, which NVIDIA reported.
     """
     rows = []
     for what, batch, tokens in _cases(loaded):
@@ -106,9 +106,7 @@ def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]
 
 
 def fastest(candidates: Mapping[str, Callable[[], Loaded]]) -> Loaded:
-    """Open each candidate and return the fastest; those that cannot run are left out. Raises what the last one raised
-    when none can.
-    """
+    """The fastest of these; those that cannot run are left out. Raises what the last one raised when none can."""
     found: dict[str, float] = {}
     best: Loaded | None = None
     failed: Exception | None = None
@@ -172,10 +170,8 @@ BERT_SHAPES = {(12, 768): "bert-base", (24, 1024): "bert-large"}
 def floor_ms(
     config: ModelConfig, chip: Chip, batch: int, tokens: int, precision: str = "fp16", decode: bool = False
 ) -> float | None:
-    """Milliseconds below which this chip cannot compute it; None for a dtype whose peak is not known.
-
-    Without `decode` `batch` texts of `tokens` are read; with it each of `batch` rows that hold `tokens` gets
-    one more, and the head reads its whole matrix.
+    """Milliseconds below which this chip cannot compute it; None for a dtype whose peak is not known. `decode`: each of
+    `batch` rows that hold `tokens` gets one more, and the head reads its whole matrix; else so many texts are read.
     """
     peak = chip.tflops.get("fp16" if precision in ("int4", "bf16") else precision)
     if not peak or precision not in BYTES:
@@ -199,10 +195,9 @@ def reported(config: ModelConfig, batch: int, tokens: int) -> dict[str, Any] | N
     """The newest row of NVIDIA's TensorRT demo for this encoder on a T4: {tensorrt, fp16_ms, int8_ms}."""
     model = BERT_SHAPES.get((config.layers, config.width))
     rows = [] if isinstance(config, GPTConfig) else read_json(PUBLISHED)["rows"]
-    found = None
-    for row in rows:
+    for row in reversed(rows):
         if (row["on"], row["model"], row["length"]) == ("t4", model, tokens) and batch in row["batch"]:
             at = row["batch"].index(batch)
-            found = {"tensorrt": row["tensorrt"]}
-            found |= {key: row[key][at] for key in ("fp16_ms", "int8_ms") if row.get(key)}
-    return found
+            times = {key: row[key][at] for key in ("fp16_ms", "int8_ms") if row.get(key)}
+            return {"tensorrt": row["tensorrt"], **times}
+    return None

@@ -77,9 +77,8 @@ class LlamaContext:
             setattr(params, name, value)
         self.pointer = library.llama_init_from_model(model, params)
         if not self.pointer:
-            raise Refused(
-                "llama.cpp has no room for this many sequences", why=f"{rows} of {context:,} tokens"
-            )
+            why = f"{rows} of {context:,} tokens"
+            raise Refused("llama.cpp has no room for this many sequences", why=why)
         self.memory = library.llama_get_memory(self.pointer)
         self._seen: tuple[tuple[int, int], np.ndarray] | None = None
         self.batch = library.llama_batch_init(max(BATCH_TOKENS, context), 0, 1)
@@ -181,7 +180,7 @@ class LlamaEncoder(OneCall):
         floats = ctypes.POINTER(ctypes.c_float)
         for line, (ids, real) in enumerate(zip(ids_BS, mask_BS)):
             places = np.flatnonzero(real)
-            tokens = [(int(ids[place]), at, 0, True) for at, place in enumerate(places)]
+            tokens = [(token, at, 0, True) for at, token in enumerate(ids[places].tolist())]
             self._context.run(tokens, "encode")
             pointer = ctypes.cast(self.library.llama_get_embeddings(self._context.pointer), floats)
             hidden[line, places] = np.ctypeslib.as_array(pointer, (len(places), self._width))
@@ -199,6 +198,8 @@ ROLES = {"unknown": "unk", "padding": "pad", "seperator": "sep"}  # ours by llam
 ROLES |= {role: role for role in ("bos", "eos", "cls", "mask")}
 POOLINGS: dict[int, Literal["mean", "cls"]] = {0: "mean", 1: "mean", 2: "cls"}  # llama.cpp's, none among them
 CONTEXT_MOST = 8192  # tokens; a cache of every row takes this much memory
+SIZES = {"sequence_length": "context_length", "layers": "block_count", "width": "embedding_length"}
+SIZES |= {"heads": "attention.head_count", "mlp_width": "feed_forward_length"}  # llama.cpp's names by ours
 
 
 def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
@@ -227,20 +228,13 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
 def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
     """The shape that the metadata describe. Raises KeyError for a field that is missing."""
     name = given["general.architecture"]
-    size = {key: given[f"{name}.{key}"] for key in ("context_length", "embedding_length", "block_count")}
-    heads, texts = given[f"{name}.attention.head_count"], given.get("tokenizer.ggml.tokens", [])
-    shape: dict[str, Any] = {
-        "vocab_size": given.get(f"{name}.vocab_size", len(texts)),
-        "sequence_length": min(size["context_length"], CONTEXT_MOST),
-        "layers": size["block_count"],
-        "width": size["embedding_length"],
-        "heads": heads,
-        "mlp_width": given[f"{name}.feed_forward_length"],
-    }
+    shape: dict[str, Any] = {ours: given[f"{name}.{key}"] for ours, key in SIZES.items()}
+    shape["sequence_length"] = min(shape["sequence_length"], CONTEXT_MOST)
+    shape["vocab_size"] = given.get(f"{name}.vocab_size", len(given.get("tokenizer.ggml.tokens", [])))
     if name == "bert":
         return BERTConfig(**shape, nsp=False)
-    shape |= {"kv_heads": given.get(f"{name}.attention.head_count_kv", heads)}
-    shape |= {"head_width": given.get(f"{name}.attention.key_length", size["embedding_length"] // heads)}
+    shape["kv_heads"] = given.get(f"{name}.attention.head_count_kv", shape["heads"])
+    shape["head_width"] = given.get(f"{name}.attention.key_length", shape["width"] // shape["heads"])
     if name == "gpt2":
         return GPTConfig(**shape, tied=tied)
     llama: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True}

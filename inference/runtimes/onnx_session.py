@@ -23,11 +23,9 @@ def profile_of(graph: Path | str, context: int) -> dict[str, str]:
     import onnx
 
     names = [given.name for given in onnx.load(graph, load_external_data=False).graph.input]
-    sizes = {"min": (1, 1), "opt": (8, min(128, context)), "max": (PROFILE_ROWS, context)}
-    return {
-        f"trt_profile_{end}_shapes": ",".join(f"{name}:{rows}x{tokens}" for name in names)
-        for end, (rows, tokens) in sizes.items()
-    }
+    sizes = {"min": "1x1", "opt": f"8x{min(128, context)}", "max": f"{PROFILE_ROWS}x{context}"}
+    shapes = {end: ",".join(f"{name}:{size}" for name in names) for end, size in sizes.items()}
+    return {f"trt_profile_{end}_shapes": shape for end, shape in shapes.items()}
 
 
 def providers_of(device: str, tensorrt: Mapping[str, str] | None = None) -> list[Any]:

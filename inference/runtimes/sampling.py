@@ -82,9 +82,7 @@ class Chooser:
     def __init__(self, sampling: Sampling, prompt_ids: np.ndarray, vocab_size: int, device: str) -> None:
         self.sampling = sampling
         self.draws = np.random.Generator(np.random.Philox(sampling.seed))  # one number a token
-        self.allowed_V: np.ndarray | None = (
-            None  # bool, on the host: which may come next, when somebody says so
-        )
+        self.allowed_V: np.ndarray | None = None  # bool, on the host: which may come next, if not all
         self.counts_V: Array = None  # int32: how often the answer holds each token
         self.seen_V: Array = None  # bool: in the prompt or the answer
         self.bias_V: Array = None

@@ -32,7 +32,7 @@ class OpenedModel(NamedTuple):
 
 
 class FoundModel(NamedTuple):
-    """A model looked for and not yet read: its directory, and its tokenizer.json (None when it has none)."""
+    """A model not yet read."""
 
     directory: Path
     tokenizer: Path | None
@@ -120,14 +120,14 @@ def pick_device(wanted: str) -> str:
         raise WrongUse("no CUDA device here", where="--device", fix=fix)
     number, there = int(wanted.partition(":")[2] or 0), torch.cuda.device_count()
     if number >= there:
-        why = f"this machine has {there}"
-        raise WrongUse(f"no {wanted} here", where="--device", why=why, fix=f"0 … {there - 1}")
+        fix = f"0 … {there - 1}: this machine has {there}"
+        raise WrongUse(f"no {wanted} here", where="--device", fix=fix)
     return f"cuda:{number}"
 
 
 def pick_dtype(wanted: str, stored: str, device: str) -> "torch.dtype":
     """The dtype of a torch model. "auto" is the one the weights are stored in, where the device computes in it; else
-    fp16 for bf16 on a GPU, and fp32. Raises Refused when the device cannot compute in the one that was asked for.
+    fp16 for bf16 on a GPU, and fp32. Raises Refused when the device does not compute in what was asked for.
     """
     import torch
 

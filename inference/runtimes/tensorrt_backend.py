@@ -1,5 +1,4 @@
-"""TensorRT and TensorRT-RTX as they are installed, and running an engine: a session with the methods of ONNX Runtime's
-that our backends use.
+"""TensorRT and TensorRT-RTX: an engine runs as a session with the methods of ONNX Runtime's that our backends use.
 
 - A call takes the profile that its shapes fit, on a stream of the session's own: on the default one TensorRT waits
   after every launch. Contexts take memory when a profile is chosen, not that of the largest at once.
@@ -14,6 +13,7 @@ computes with ONNX Runtime.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,13 +57,10 @@ def gpu_facts(device: str = "cuda:0") -> dict[str, Any]:
     if not torch.cuda.is_available():
         fix = "build on the machine that has the GPU; --to tensorrt-rtx compiles without one"
         raise WrongUse("there is no GPU here", why="torch sees no CUDA device", fix=fix)
-    major, minor = torch.cuda.get_device_capability(device)
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "compute_capability": f"{major}.{minor}",
-        "driver": next((gpu.driver for gpu in machine().gpus), "unknown"),
-        "cuda": torch.version.cuda,
-    }
+    capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    driver = next((gpu.driver for gpu in machine().gpus), "unknown")
+    facts = {"gpu": torch.cuda.get_device_name(device), "compute_capability": capability}
+    return facts | {"driver": driver, "cuda": torch.version.cuda}
 
 
 TYPES = {"HALF": "float16", "FLOAT": "float32", "INT64": "int64"}  # TensorRT's names and NumPy's
@@ -191,11 +188,9 @@ class EngineSession:
     def _profile(self, shapes: dict[str, Any]) -> int:
         """The first profile that all shapes fit. Raises WrongUse when none does."""
         for profile in range(self._engine.num_optimization_profiles):
-            ends = {name: self._engine.get_tensor_profile_shape(name, profile) for name in shapes}
-            if all(
-                all(low <= dim <= high for low, dim, high in zip(ends[name][0], shape, ends[name][2]))
-                for name, shape in shapes.items()
-            ):
+            ends = [self._engine.get_tensor_profile_shape(name, profile) for name in shapes]
+            dims = (zip(least, shape, most) for (least, _, most), shape in zip(ends, shapes.values()))
+            if all(low <= dim <= high for low, dim, high in chain(*dims)):
                 return profile
         why = f"input_ids {tuple(shapes['input_ids'])}"
         fix = "build it with a bucket that holds them: --batches, --lengths"

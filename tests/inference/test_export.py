@@ -67,7 +67,7 @@ except Failed as error:
     [
         ("export", "export_onnx", 100_000, ""),
         ("handover", "export_huggingface", 100_000, ""),
-        ("triton", "export_triton", 100_000, ""),
+        ("handover", "export_triton", 100_000, ""),
         ("gguf_export", "export_gguf", 100_000, "gguf"),
         ("export_engine", "export_engine", 100_000, "tensorrt_rtx"),  # ends with the graph
         ("export_engine", "export_engine", 400_000, "tensorrt_rtx"),  # the graph fits, the engine does not

@@ -13,7 +13,7 @@ from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused
 from throughline.data.tokenizer import Tokenizer, copy_chat
-from throughline.inference.exports import export, export_engine, gguf_export, handover, triton
+from throughline.inference.exports import export, export_engine, gguf_export, handover
 from throughline.inference.graphs import real_text as calibration
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import find_model, open_model
@@ -82,7 +82,7 @@ def test_every_option_is_used_or_refused(
         (handover, "export_huggingface"),
         (gguf_export, "export_gguf"),
         (export_engine, "export_engine"),
-        (triton, "export_triton"),
+        (handover, "export_triton"),
         (calibration, "write_calibration"),
     ):
         note = lambda *given, **more: calls.append(repr((given, more))) or {"layers": 1, "tokens": 1}  # noqa: E731

@@ -18,7 +18,7 @@ from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.exports import export_engine
 from throughline.inference.exports.export import Judging
-from throughline.inference.exports.triton import export_triton
+from throughline.inference.exports.handover import export_triton
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes import tensorrt_backend
 from throughline.inference.runtimes.backends import open_backend
