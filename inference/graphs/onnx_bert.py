@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...models.bert import BERT, BERTWithHead
+from ...models.bert import BERT, BERTWithHead, Head
 from ...models.config import BERTConfig
 from .graph_options import PLAIN, GraphOptions, Pooling
 from .onnx_blocks import Blocks
@@ -54,7 +54,8 @@ def bert_graph(model: BERT | BERTWithHead, options: GraphOptions = PLAIN) -> Gra
         x = parts.norm(x, "norm")
     if config.embedding_width:
         x = parts.linear(x, "projection")
-    attention = _fused(parts, mask) if _fusable(parts) else _plain(parts, encoder, mask, length, steps)
+    fused = _fusable(parts, config)
+    attention = _fused(parts, mask) if fused else _plain(parts, encoder, mask, length, steps)
     for layer in range(config.layers):
         x = parts.block(x, layer, partial(attention, layer=layer))
     if config.norm_first:
@@ -67,13 +68,12 @@ def bert_graph(model: BERT | BERTWithHead, options: GraphOptions = PLAIN) -> Gra
     elif model.output is not None:
         for name, value in model.output.named_parameters():
             parts.state[f"output.{name}"] = value.detach().float().cpu().numpy()
-        _fine_tuned_head(parts, model.head.kind, len(model.head.labels), x)
+        _fine_tuned_head(parts, config, model.head, x)
     return graph
 
 
 def _plain(parts: Blocks, model: BERT, mask: str, length: str, steps: str) -> Callable[..., str]:
-    graph, config = parts.graph, parts.config
-    assert isinstance(config, BERTConfig)
+    graph, config = parts.graph, model.config
     keys = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
     square = graph.node("Concat", graph.length(mask, 0), graph.ints(1), length, length, axis=0)
     allowed = graph.node("Expand", keys, square)  # (batch, 1, sequence, sequence): what a query may look at
@@ -106,10 +106,8 @@ def _plain(parts: Blocks, model: BERT, mask: str, length: str, steps: str) -> Ca
     return attention
 
 
-def _fusable(parts: Blocks) -> bool:
+def _fusable(parts: Blocks, config: BERTConfig) -> bool:
     """Whether ONNX Runtime's fused operators express this model's blocks."""
-    config = parts.config
-    assert isinstance(config, BERTConfig)
     usual = config.bias and config.positions == "learned" and config.key_value_heads == config.heads
     usual = usual and config.heads * config.head_size == config.width and not parts.options.blocks
     others = config.gated, config.attention_window, config.norm_first, config.relative_buckets
@@ -181,7 +179,7 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
     out = "mlm_logits" if plain else "logits"
     parts.vocabulary_logits(features, ask, "token_table.weight", "mlm_bias", out)
     if config.nsp:
-        pooled = _pooled(parts, hidden)
+        pooled = _pooled(parts, config, hidden)
         graph.result(pooled, "pooler_output", ["batch", config.width])
         graph.result(parts.linear(pooled, "nsp"), "nsp_logits", ["batch", 2])
 
@@ -193,25 +191,27 @@ def _features(parts: Blocks, x: str) -> str:
     return parts.norm(parts.activation(parts.linear(x, "mlm_transform")), "mlm_norm")
 
 
-def _pooled(parts: Blocks, hidden: str) -> str:
+def _pooled(parts: Blocks, config: BERTConfig, hidden: str) -> str:
     first = parts.graph.node("Gather", hidden, parts.graph.scalar(0), axis=1)
-    assert isinstance(parts.config, BERTConfig)
-    if parts.config.pooler == "features":
+    if config.pooler == "features":
         return _features(parts, first)
-    x, bent = parts.linear(first, "pooler"), parts.config.pooler
-    return parts.activation(x) if bent == "gelu" else parts.graph.node(bent.capitalize(), x)  # Tanh, Relu
+    x = parts.linear(first, "pooler")
+    if config.pooler == "gelu":
+        return parts.activation(x)
+    return parts.graph.node(config.pooler.capitalize(), x)  # Tanh, Relu
 
 
-def _fine_tuned_head(parts: Blocks, kind: str, labels: int, hidden: str) -> None:
-    graph = parts.graph
-    if kind != "sequence-classification" and getattr(parts.config, "pooler", "") == "features":
-        hidden = _features(parts, hidden)
-    if kind == "sequence-classification":
-        graph.result(parts.linear(_pooled(parts, hidden), "output"), "logits", ["batch", labels])
-    elif kind == "token-classification":
-        graph.result(parts.linear(hidden, "output"), "logits", ["batch", "sequence", labels])
-    else:
-        both = parts.linear(hidden, "output")
-        for i, name in enumerate(("start_logits", "end_logits")):
-            part = graph.node("Gather", both, graph.scalar(i), axis=2)
-            graph.result(part, name, ["batch", "sequence"])
+def _fine_tuned_head(parts: Blocks, config: BERTConfig, head: Head, hidden: str) -> None:
+    graph, labels = parts.graph, len(head.labels)
+    if head.kind == "sequence-classification":
+        pooled = _pooled(parts, config, hidden)
+        graph.result(parts.linear(pooled, "output"), "logits", ["batch", labels])
+        return
+    features = _features(parts, hidden) if config.pooler == "features" else hidden
+    of_tokens = parts.linear(features, "output")
+    if head.kind == "token-classification":
+        graph.result(of_tokens, "logits", ["batch", "sequence", labels])
+        return
+    for i, name in enumerate(("start_logits", "end_logits")):
+        part = graph.node("Gather", of_tokens, graph.scalar(i), axis=2)
+        graph.result(part, name, ["batch", "sequence"])

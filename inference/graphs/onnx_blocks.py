@@ -56,9 +56,8 @@ class Blocks:
         self.graph = Graph(options)
         self.state = {name: x.detach().float().cpu().numpy() for name, x in model.state_dict().items()}
         # what a graph need not compute: the 1 of norms that have one, the rows of positions before position 0
-        for name in self.state if getattr(config, "norm_from_one", False) else ():
-            if name.endswith("norm.weight"):
-                self.state[name] = self.state[name] + 1
+        if getattr(config, "norm_from_one", False):
+            self.state |= {name: x + 1 for name, x in self.state.items() if name.endswith("norm.weight")}
         if config.position_offset:
             table = "position_table.weight"
             self.state[table] = self.state[table][config.position_offset :]
@@ -92,8 +91,7 @@ class Blocks:
         (`stash_type` 1) and scale the result in the type of x.
         """
         graph, epsilon = self.graph, self.config.norm_epsilon
-        # the first of a model whose embeddings have a norm of their own
-        if f"{name}.weight" not in self.state:
+        if f"{name}.weight" not in self.state:  # the first behind a norm of the embeddings
             return x
         scale = self.weight(f"{name}.weight")
         bias = [self.weight(f"{name}.bias")] if f"{name}.bias" in self.state else []
@@ -271,11 +269,10 @@ class Blocks:
 
     def feed_forward(self, x: str, name: str) -> str:
         up = self.linear(x, f"{name}.up")
-        if self.config.gated:
-            up = self.graph.node("Mul", self.activation(self.linear(x, f"{name}.gate")), up)
-        else:
-            up = self.activation(up)
-        return self.linear(up, f"{name}.down")
+        if not self.config.gated:
+            return self.linear(self.activation(up), f"{name}.down")
+        gated = self.graph.node("Mul", self.activation(self.linear(x, f"{name}.gate")), up)
+        return self.linear(gated, f"{name}.down")
 
     def block(self, x: str, layer: int, attention: Callable[[str, str], str]) -> str:
         """One block. Its output is called `hidden.<layer>`, by which the parity report finds it."""
@@ -305,11 +302,8 @@ class Blocks:
         return x
 
     def vocabulary_logits(self, hidden: str, at: str, table: str, bias: str, out: str) -> None:
-        """float32 logits (batch, asked, V) of the hidden states (batch, asked, W); `at` (batch, asked) gives
-        their shape.
-
-        Gemm with a transposed second operand reads the token table as it is stored, so a tied table is stored
-        once; with 8 or fewer bits the product has a copy of its own.
+        """float32 logits (batch, asked, V) of hidden states (batch, asked, W); `at` (batch, asked) gives their shape.
+        Gemm reads the token table as it is stored, so a tied one is stored once; 8 or fewer bits are a copy of its own.
         """
         graph, config = self.graph, self.config
         flat = graph.node("Reshape", hidden, graph.ints(-1, self.state[table].shape[1]))

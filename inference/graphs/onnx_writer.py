@@ -1,7 +1,5 @@
 """Writing ONNX graphs node by node from our own weights, without a tracing exporter; products in each precision.
 
-- What is written is what was meant: no traced constants, no specialised sizes, no cache that forgets.
-  `torch.onnx.export` serves as the cross-check in the tests.
 - Opset 24 by default: Attention, TensorScatter, RotaryEmbedding and RMSNormalization are standard operators
   there, which ONNX Runtime runs on a CPU and TensorRT 10.15+ parses. Older opsets spell them out.
 - Weights above `EXTERNAL_BYTES` go to `<name>.data` beside the graph: protobuf ends at 2 GiB. They are
@@ -83,20 +81,14 @@ class Graph:
         return self.weight(f"number_{value:g}", np.array(value, np.float16 if self.half else np.float32))
 
     def node(
-        self,
-        op: str,
-        *inputs: str,
-        out: str = "",
-        outputs: int = 1,
-        more: Sequence[str] = (),
-        **attributes: Any,
+        self, op: str, *inputs: str, out: str = "", outputs: int = 1, more: Sequence[str] = (), **how: Any
     ) -> str:
-        """Append an operator and return the name of its first output; "" among the inputs leaves an optional
-        one out. Further outputs are called `<name>:1`, `<name>:2`, or as `more` says.
+        """Append an operator with its attributes and return the name of its first output; "" among the inputs leaves an
+        optional one out. Further outputs are called `<name>:1`, `<name>:2`, or as `more` says.
         """
         out = out or f"{self.scope}{op}_{len(self._nodes)}"
         names = [out, *(f"{out}:{i}" for i in range(1, outputs)), *more]
-        self._nodes.append(helper.make_node(op, list(inputs), names, name=out, **attributes))
+        self._nodes.append(helper.make_node(op, list(inputs), names, name=out, **how))
         return out
 
     def wide(self, x: str) -> str:
@@ -175,9 +167,8 @@ class Graph:
         return self.node("DequantizeLinear", self.node("QuantizeLinear", x, *ends), *ends)
 
     def save(self, path: Path, metadata: dict[str, str], external_bytes: int = EXTERNAL_BYTES) -> int:
-        """Write the model, check it with ONNX's own checker, and return its opset's node count.
-
-        Weights of more than `external_bytes` together are written to `<path>.data`.
+        """Write the model, check it with ONNX's own checker, and return its number of nodes. Weights of more than
+        `external_bytes` together are written to `<path>.data`.
         """
         external = sum(value.nbytes for value in self._weights.values()) > external_bytes
         with open(path.with_name(path.name + ".data"), "wb") if external else nullcontext() as file:
@@ -220,10 +211,9 @@ def int8_by_output(weight_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack_blocks(weight_OI: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """A weight in blocks of `BLOCK` along its inputs: bytes (O, N, BLOCK x bits / 8) and scales (O x N,).
-
-    The block's value of largest size is given the code at the end of the range that is one longer, and of a
-    few scales around that the one with the smallest squared error is kept.
+    """A weight in blocks of `BLOCK` along its inputs: bytes (O, N, BLOCK x bits / 8) and scales (O x N,). A block's
+    largest value has the code at the longer end of the range; of a few scales around that the one with the smallest
+    squared error is kept.
     """
     outputs, inputs = weight_OI.shape
     blocks = -(-inputs // BLOCK)

@@ -112,10 +112,11 @@ def _causal_outputs(backends: tuple[CausalBackend, CausalBackend], case: Case) -
     texts = [ids[:real] for ids, real in zip(case.ids_BS, case.lengths_B)]
     caches = [b.new_cache(batch) for b in backends]  # of llama.cpp the logits are its memory
 
-    def both(starts: Sequence[int], tokens: int) -> Iterator[np.ndarray]:
+    def both(starts: Sequence[int], tokens: int) -> tuple[np.ndarray, np.ndarray]:
         parts = [ids[start : start + tokens] for ids, start in zip(texts, starts)]
         spans = [Span(i, starts[i], ids, min(most, len(ids))) for i, ids in enumerate(parts) if len(ids)]
-        return (protocol.on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
+        ours, theirs = (protocol.on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
+        return ours, theirs
 
     if length <= AT_ONCE_TOKENS:
         yield "logits at once", *both([0] * batch, length)

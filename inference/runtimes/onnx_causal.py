@@ -106,7 +106,7 @@ class OnnxCausal:
         calls = rectangles(spans, cache.lengths, self.context, self.limits.rows, self._one_prompt)
         found = []
         for call in calls:
-            logits = self._run(call.ids_BS, call.past_B, call.ask_BN, cache, call.first_row)
+            logits = self._run(call, cache)
             found.append(logits if len(calls) == 1 else copy_of(logits))
             for line, owner in enumerate(call.owners):
                 if owner is None:  # this row took no part
@@ -115,17 +115,15 @@ class OnnxCausal:
             cache.lengths[span.row] = span.past + len(span.ids)
         return scatter_logits(spans, calls, found)
 
-    def _run(
-        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int
-    ) -> Any:
+    def _run(self, call: "Call", cache: OnnxCache) -> Any:
         """Logits (B, N, V) beside the cache: memory that the next run writes again."""
-        rows, length = ids_BS.shape
-        needed = int(past_B.max()) + length
+        (rows, length), first_row = call.ids_BS.shape, call.first_row
+        needed = int(call.past_B.max()) + length
         assert needed <= self.context, (needed, self.context)
         if needed > cache.capacity:
             self._resize(cache, min(max(self._room(needed), cache.capacity * 5 // 4), self.context))
-        cache.lengths[first_row : first_row + rows] = past_B + length
-        key = (first_row, rows, length, ask_BN.shape[1])
+        cache.lengths[first_row : first_row + rows] = call.past_B + length
+        key = (first_row, rows, length, call.ask_BN.shape[1])
         bound = cache.bindings.get(key)
         if bound is None:
             bound = self._bind(cache, *key)
@@ -133,7 +131,7 @@ class OnnxCausal:
                 if len(cache.bindings) == BINDINGS:
                     del cache.bindings[next(iter(cache.bindings))]
                 cache.bindings[key] = bound
-        for buffer, value in zip(bound.inputs, (ids_BS, past_B, ask_BN)):
+        for buffer, value in zip(bound.inputs, (call.ids_BS, call.past_B, call.ask_BN)):
             buffer[...] = beside(buffer, np.ascontiguousarray(value, np.int64))
         self.written()
         self.session.run_with_iobinding(bound.binding)

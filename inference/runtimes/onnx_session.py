@@ -65,10 +65,7 @@ def check_version(facts: Mapping[str, Any], where: Path) -> None:
 
 
 def open_session(
-    path: Path | str,
-    threads: int | None = None,
-    device: str = "cpu",
-    tensorrt: Mapping[str, str] | None = None,
+    path: Path | str, threads: int | None = None, device: str = "cpu", tensorrt: dict[str, str] | None = None
 ) -> Any:
     """An `onnxruntime.InferenceSession` on the device. Raises WrongUse as `providers_of`, Refused when the file is not
     a graph that it can run or the provider fell back to another.

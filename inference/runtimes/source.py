@@ -120,8 +120,8 @@ def pick_device(wanted: str) -> str:
         raise WrongUse("no CUDA device here", where="--device", fix=fix)
     number, there = int(wanted.partition(":")[2] or 0), torch.cuda.device_count()
     if number >= there:
-        fix = f"0 … {there - 1}: this machine has {there}"
-        raise WrongUse(f"no {wanted} here", where="--device", fix=fix)
+        why = f"this machine has {there}"
+        raise WrongUse(f"no {wanted} here", where="--device", why=why, fix=f"0 … {there - 1}")
     return f"cuda:{number}"
 
 

@@ -18,8 +18,8 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf
 
 
 class TorchCausal:
-    """A GPT module with its key-value cache (`core.backend.CausalBackend`). `context`: tokens of the longest sequence,
-    at most the model's. On a GPU weights and cache take this share of its memory, and decode steps are CUDA graphs.
+    """A GPT module with its key-value cache (`core.backend.CausalBackend`). `context`: tokens of the longest sequence.
+    On a GPU weights and cache take this share of its memory, and decode steps are CUDA graphs.
     """
 
     name = "torch"
