@@ -112,19 +112,7 @@ def latency(
 @option("--api-key-variable", None, "Environment variable that holds the API key.", "OPENAI_API_KEY")
 @option("--plot", PATH, "HTML file for the curves over clients (default: none).")
 @throughline_command
-def serve(
-    url: str,
-    model: str | None,
-    endpoint: str,
-    clients: list[int],
-    count: int,
-    file: Path | None,
-    prompt_words: tuple[int, int] | None,
-    max_tokens: tuple[int, int] | None,
-    seed: int,
-    api_key_variable: str,
-    plot: Path | None,
-) -> None:
+def serve(url: str, model: str | None, endpoint: str, clients: list[int], count: int, **asked: Any) -> None:
     """Ask a server from many clients at once: time to the first token, time between tokens, throughput.
 
     Works against any server that speaks OpenAI's completions or embeddings. A percentile is over all requests
@@ -135,12 +123,13 @@ def serve(
     """
     from ..inference.serving import load as loads
 
-    read = loads.read_asks(file) if file else None
-    target = loads.Target(url, endpoint, model, os.environ.get(api_key_variable))
+    read = loads.read_asks(asked["file"]) if asked["file"] else None
+    target = loads.Target(url, endpoint, model, os.environ.get(asked["api_key_variable"]))
     # Words are one to three tokens, and the answer takes its part.
     most = max(target.context // 4, 1) if target.context else MADE[1]
     room = (min(MADE[0], most), min(MADE[1], most))
-    asks = read or loads.seeded(endpoint, count, seed, prompt_words or room, max_tokens or room)
+    sizes = asked["prompt_words"] or room, asked["max_tokens"] or room
+    asks = read or loads.seeded(endpoint, count, asked["seed"], *sizes)
     asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
     for number in clients:
@@ -150,7 +139,7 @@ def serve(
         if rows[-1]["first_error"]:
             failed = f"{sum(rows[-1]['not'].values())} of {len(asks)} requests failed"
             console.warn(f"{number} clients: {failed}, the first with: {rows[-1]['first_error']}")
-    if plot is not None:
+    if (plot := asked["plot"]) is not None:
         write_atomic(plot, loads.plotted(rows, f"{target.model} at {url}"))
     console.result({"load": rows, "model": target.model}, console.table(*loads.load_lines(rows)))
 

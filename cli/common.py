@@ -153,19 +153,12 @@ def read_stdin() -> str:
     return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
 
 
-device_option = option(
-    "--device",
-    None,
-    "Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
-    "auto",
+DEVICE = "Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one."
+DTYPE = (
+    "Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, where the "
 )
-dtype_option = option(
-    "--dtype",
-    None,
-    "Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
-    "where the device computes in it.",
-    "auto",
-)
+DTYPE += "device computes in it."
+device_option, dtype_option = option("--device", None, DEVICE, "auto"), option("--dtype", None, DTYPE, "auto")
 
 
 def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,9 +172,11 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
         options = BackendOptions(device, dtype, backend, threads, **caches)
         return function(*args, options=options, **kwargs)
 
-    library = "Library that runs the model: own is the one that the file belongs to, auto measures those that can run "
+    library = (
+        "Library that runs the model: own is the one that the file belongs to, auto measures those that can "
+    )
     library += (
-        "it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, llamacpp, tensorrt."
+        "run it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, llamacpp, tensorrt."
     )
     threads = option("--threads", click.IntRange(1), "CPU threads (default: one per core).")
     return together(device_option, dtype_option, option("--backend", None, library, "own"), threads)(wrapped)
@@ -211,14 +206,8 @@ def with_weights(overrides: Sequence[str], init_from: str | None) -> tuple[str, 
     return (*overrides, *([] if init_from is None else [f"model.init_from={init_from}"]))
 
 
-init_from_option = option(
-    "--init-from",
-    click.Path(),
-    "Weights to begin with: a run, checkpoint, model or Hugging Face directory; for train a nanoGPT "
-    "or Megatron-LM checkpoint too.",
-)
-
-
+WEIGHTS = "Weights to begin with: a run, checkpoint, model or Hugging Face directory; for train a nanoGPT or "
+init_from_option = option("--init-from", click.Path(), WEIGHTS + "Megatron-LM checkpoint too.")
 recipe_options = together(
     click.argument("recipe"), set_option("Set a field of the recipe to another value. Repeatable.")
 )

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,9 +12,6 @@ from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
 from .common import flag, is_given, option, throughline_command, together
-
-if TYPE_CHECKING:
-    from ..data.ingest.readers import ReadOptions
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
 TEXT = ("documents", "field", "split", "unwrap")  # of `text_options`, as `ReadOptions` names them
@@ -88,27 +85,14 @@ def command() -> None:
 )
 @option("--vocab-size", click.IntRange(3), "Entries of the vocabulary, special tokens included.", 32000)
 @option(
-    "--cased/--uncased",
-    None,
-    "WordPiece keeps capitals and accents (default: no, or an import's own).",
-    None,
+    "--cased/--uncased", None, "WordPiece keeps capitals and accents (default: no, or an import's own).", None
 )
 @option(
     "--sample-bytes", size, "Maximum size of the text to train on. A larger input is sampled evenly.", "1G"
 )
 @out_options
 @throughline_command
-def tokenizer(
-    inputs: tuple[str, ...],
-    kind: str,
-    vocab_size: int,
-    cased: bool | None,
-    sample_bytes: int,
-    max_replaced: float,
-    out: str,
-    overwrite: bool,
-    options: "ReadOptions",
-) -> None:
+def tokenizer(inputs: tuple[str, ...], kind: Any, cased: bool | None, out: str, **how: Any) -> None:
     """Train a tokenizer on text, or import one.
 
     \b
@@ -119,7 +103,7 @@ def tokenizer(
     from ..data.ingest.text import COUNTS
     from ..data.new_tokenizer import import_tokenizer, sample, train_tokenizer
 
-    check_free(out, overwrite)
+    check_free(out, how["overwrite"])
     if cased is not None and kind in ("bpe", "char"):
         fix = "leave it out, or use --type wordpiece"
         raise WrongUse(f"{kind} keeps text as it is", where="--cased/--uncased", fix=fix)
@@ -140,15 +124,15 @@ def tokenizer(
         facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
-        texts = sample(sources, options, sample_bytes, counts, max_replaced)
-        made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
+        texts = sample(sources, how["options"], how["sample_bytes"], counts, how["max_replaced"])
+        made = train_tokenizer(texts, kind, how["vocab_size"], lowercase=not cased)
         # a sample is not worth hours of hashing what it is of
         small = sum(source.bytes for source in sources) <= CHECK_BYTES
         here = [source for source in sources if os.path.exists(source.path)]
         records = [input_record(s.path) if small else Input(s.place, "foreign", "") for s in here]
         found = {key: counts[key] for key in COUNTS}
-        facts = {"trained": True, "sample_bytes": sample_bytes, "counts": found}
-    made.save(out, records, facts, overwrite)
+        facts = {"trained": True, "sample_bytes": how["sample_bytes"], "counts": found}
+    made.save(out, records, facts, how["overwrite"])
     lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}"]
     lines += found_in_text(facts["counts"])
     console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
@@ -181,16 +165,7 @@ def tokenizer(
 @option("--task-count", click.IntRange(1), "Number of processes in the job array.")
 @out_options
 @throughline_command
-def tokenize(
-    inputs: tuple[str, ...],
-    workers: int | None,
-    backend: str,
-    executor: Any,
-    task_index: int | None,
-    task_count: int | None,
-    out: str,
-    **given: Any,
-) -> None:
+def tokenize(inputs: tuple[str, ...], workers: int | None, executor: Any, out: str, **given: Any) -> None:
     """Tokenise text into a store of Megatron-compatible shards.
 
     The same command continues a tokenisation that was stopped or killed. In a job array give each
@@ -203,12 +178,12 @@ def tokenize(
     from ..data.ingest.tokenize import Work
     from ..data.ingest.tokenize import tokenize as run
 
-    if (task_index is None) != (task_count is None):
+    share = given.pop("task_index"), given.pop("task_count")
+    if share.count(None) == 1:
         raise WrongUse("--task-index and --task-count go together", fix="give both or neither")
     if executor == "ray" and workers is not None:
         raise WrongUse("a Ray cluster has its own workers", where="--workers", fix="leave it out")
-    share = None if task_index is None or task_count is None else (task_index, task_count)
-    work = Work(workers or usable_cores(), executor, backend, share)
+    work = Work(workers or usable_cores(), executor, given.pop("backend"), None if None in share else share)
     manifest = run(inputs, out=out, work=work, **given)
     if manifest is None:
         console.result({"path": out, "complete": False}, [f"{out} is not complete yet"])

@@ -20,6 +20,7 @@ from ..core.files import sha256_file, walk_files
 from .common import PATH, option, throughline_command
 
 PACKAGE = __package__.rsplit(".", 1)[0]
+PROGRAM = [sys.executable, "-m", f"{PACKAGE}.cli.main"]
 PROMPT = "ROMEO:\nO"
 
 
@@ -88,7 +89,7 @@ def run_stage(words: list[str], made: Path) -> float | None:
         return None
     console.say(f"\n$ {shown}")
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", f"{PACKAGE}.cli.main", *words], stdout=sys.stderr)
+    done = subprocess.run([*PROGRAM, *words], stdout=sys.stderr)
     if done.returncode:
         why = f"exit code {done.returncode}; its message is above"
         raise Failed("a stage of the demo failed", where=shown, why=why)
@@ -99,8 +100,7 @@ def ask(out: Path) -> dict[str, Any]:
     """Serve both models and ask each one question over HTTP."""
     words = ["serve", f"gpt={out / 'gpt-onnx'}", f"bert={out / 'bert-onnx'}", "--port", "0"]
     console.say(f"\n$ throughline {shlex.join(words)}")
-    program = [sys.executable, "-m", f"{PACKAGE}.cli.main"]
-    server = subprocess.Popen([*program, *words], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*PROGRAM, *words], stderr=subprocess.PIPE, text=True)
     try:
         url = _address(server)
         start = time.monotonic()
@@ -173,8 +173,7 @@ def _how_good(made: str, facts: dict[str, Any]) -> str:
         return f"equals torch to {facts['parity_max_abs']:.0e} (bound {facts['parity_bound']:.0e})"
     validation = facts["validation"]
     if "perplexity" in validation:
-        return "validation perplexity {perplexity:.1f}, {bits_per_byte:.2f} bits per byte".format(
-            **validation
-        )
+        said = "validation perplexity {perplexity:.1f}, {bits_per_byte:.2f} bits per byte"
+        return said.format(**validation)
     nsp = validation.get("nsp_accuracy", 0)
     return f"validation MLM accuracy {validation['mlm_accuracy']:.1%}, NSP accuracy {nsp:.1%}"

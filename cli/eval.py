@@ -133,12 +133,7 @@ BELONGS = {
 @flag("--fresh", "Ask again what has stored answers of this model, and replace them by the new ones.")
 @throughline_command
 def command(
-    path: str | None,
-    tasks: tuple[str, ...],
-    listing: bool,
-    all_checkpoints: bool,
-    embeddings: Path | None,
-    **given: Any,
+    path: str | None, tasks: tuple[str, ...], listing: bool, embeddings: Path | None, **given: Any
 ) -> None:
     """Score a run (its latest checkpoint), a checkpoint, a model directory or an ONNX artifact.
 
@@ -152,6 +147,7 @@ def command(
     if listing:
         console.result(*task_listing())
         return
+    all_checkpoints = given.pop("all_checkpoints")
     if path is None and given["url"] is None:
         raise click.UsageError("give the PATH of a model, --url or --list")
     if embeddings is not None:

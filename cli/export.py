@@ -211,16 +211,13 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if not report:  # nothing here could run it
         return []
     header = ["output", "max error", "mean error", "largest value", "top-1 agreement"]
-    rows = [
-        [name, line["max_abs"], line["mean_abs"], line["scale"], line.get("top1_agreement")]
-        for name, line in report["outputs"].items()
-    ]
+    shown = ("max_abs", "mean_abs", "scale", "top1_agreement")
+    rows = [[name, *map(line.get, shown)] for name, line in report["outputs"].items()]
     lines = [*console.table(header, rows), f"bound: {report['bound']:g} of {report['bound_of']}"]
     if layers := report.get("layers"):
         worst = max(layers, key=lambda row: row["max_abs"] / max(row["scale"], 1.0))
-        lines.append(
-            "largest error of a layer: {max_abs:.2g} of {scale:.2g}, in layer {layer}".format(**worst)
-        )
+        said = "largest error of a layer: {max_abs:.2g} of {scale:.2g}, in layer {layer}"
+        lines.append(said.format(**worst))
     lines += [said.format(**report[part]) for part, said in SAID.items() if part in report]
     for name, change in report.get("scores", {}).get("difference", {}).items():
         lines.append(f"{name}: {change:+.4f}")

@@ -275,8 +275,7 @@ def service_lines(model: str, facts: dict[str, Any]) -> list[str]:
     load = f" for {facts['qps']:,g} requests/s" if facts["qps"] else ""
     lines += ["", f"best batch {best['batch']}; copies{load}: {facts['copies']}; cards: {facts['cards']}"]
     if facts["cost_per_million"]:
+        whole = f"{facts['cost_per_million']:,.2f} {facts['currency']} a million requests"
         each = f"{facts['cost_per_million_tokens']:,.3g} a million {'new ' if new else ''}tokens"
-        lines += [
-            f"{facts['cost_per_million']:,.2f} {facts['currency']} a million requests, {each} ({facts['priced']})"
-        ]
+        lines.append(f"{whole}, {each} ({facts['priced']})")
     return lines

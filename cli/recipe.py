@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -91,15 +92,7 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 )
 @option("--out", PATH, "File to write, ending in .toml.", required=True)
 @throughline_command
-def new(
-    model: str | None,
-    data: str | None,
-    machine: str | None,
-    gpus: int | None,
-    tokens: float | None,
-    init_from: str | None,
-    out: Path,
-) -> None:
+def new(out: Path, gpus: int | None, tokens: float | None, init_from: str | None, **given: Any) -> None:
     """Write a first recipe for a model, data and a machine. What is not given is asked for on a terminal.
 
     \b
@@ -112,6 +105,7 @@ def new(
 
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")
+    model, data, machine = map(given.get, ("model", "data", "machine"))
     if sys.stdin.isatty():
         shapes = click.Choice(preset_names())
         asked = "Model (see models/presets.toml)"
@@ -123,7 +117,7 @@ def new(
     if model and init_from and model != init_from:
         raise WrongUse("the shape is that of the weights", where="--model", fix="give --model or --from")
     needed = {"--model": model or init_from, "--data": data, "--machine": machine}
-    if missing := ", ".join(name for name, given in needed.items() if not given):
+    if missing := ", ".join(name for name, value in needed.items() if not value):
         fix = "give it, or run on a terminal to be asked"
         raise WrongUse("not everything is given", where=missing, fix=fix)
     assert data and machine

@@ -4,16 +4,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click import FloatRange, IntRange
 
 from ..core.errors import WrongUse
 from .common import FILE, PATH, backend_options, cache_options, flag, option, throughline_command
-
-if TYPE_CHECKING:
-    from ..core.backend import BackendOptions
 
 KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 DRAFTED = 4  # tokens that a draft model guesses at a time
@@ -38,6 +35,8 @@ LIMITS: tuple[tuple[str, str, float | None, Any, str], ...] = (
     ("--load-timeout", "load_s", 1800.0, FloatRange(1), "Seconds after which a model that is not open is given up."),
     ("--hang-timeout", "hang_s", 60.0, FloatRange(2), "Seconds of silence after which the process of a model is "
      "replaced."),
+    ("--drain-wait", "drain_s", 5.0, FloatRange(0), "Seconds between SIGTERM, when /ready turns 503, and the closing "
+     "of the port."),
 )  # fmt: skip
 
 
@@ -59,12 +58,6 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     "needs API keys on other addresses than loopback (default: models stay as given).",
 )
 @_limits
-@option(
-    "--drain-wait",
-    click.FloatRange(0),
-    "Seconds between SIGTERM, when /ready turns 503, and the closing of the port.",
-    5.0,
-)
 @option(
     "--api-key-file",
     PATH,
@@ -108,21 +101,7 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
 @backend_options
 @throughline_command
 def command(
-    paths: tuple[str, ...],
-    host: str,
-    port: int,
-    follow: bool,
-    models_dir: Path | None,
-    options: "BackendOptions",
-    api_key_file: Path | None,
-    hosts: tuple[str, ...],
-    cors: tuple[str, ...],
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    drain_wait: float,
-    access_log: bool,
-    otlp: str | None,
-    **limits: Any,
+    paths: tuple[str, ...], host: str, port: int, models_dir: Path | None, options: Any, **given: Any
 ) -> None:
     """Serve runs, checkpoints, Hugging Face directories, ONNX or GGUF artifacts, .gguf files or engines.
 
@@ -148,21 +127,23 @@ def command(
 
     if not (paths or models_dir):
         raise WrongUse("there is no model to serve", fix="give the path of one, or --models-dir")
-    if (tls_cert is None) != (tls_key is None):
+    tls = given["tls_cert"], given["tls_key"]
+    if tls.count(None) == 1:
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
-    limits["speculate"] = limits["speculate"] or (DRAFTED if limits["draft"] else 0)
-    bounds = ServerLimits(**limits)
-    keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
+    given["speculate"] = given["speculate"] or (DRAFTED if given["draft"] else 0)
+    limits = {name: given[name] for _, name, *_ in LIMITS}
+    bounds = ServerLimits(**limits, share_prefixes=given["share_prefixes"])
+    keys = read_keys(given["api_key_file"], os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
     if models_dir and not keys and host not in LOOPBACK:
         fix = "give --api-key-file, or listen on 127.0.0.1"
         raise WrongUse("models may not be loaded by everybody", where="--models-dir", fix=fix)
     if not keys and host not in LOOPBACK:
         warn(f"whoever reaches {host}:{port} may use the models: give --api-key-file, or listen on 127.0.0.1")
     # A web page whose name its owner points at this machine would otherwise reach a server that asks for no key.
-    known = (*LOOPBACK, *map(str.lower, hosts)) if host in LOOPBACK and not keys else ()
-    telemetry = Telemetry(sys.stderr if access_log else None, Traces(otlp).note if otlp else None)
-    catalogue = Catalogue(paths, bounds, options, follow, models_dir)
+    known = (*LOOPBACK, *map(str.lower, given["hosts"])) if host in LOOPBACK and not keys else ()
+    traces = Traces(given["otlp"]).note if given["otlp"] else None
+    telemetry = Telemetry(sys.stderr if given["access_log"] else None, traces)
+    catalogue = Catalogue(paths, bounds, options, given["follow"], models_dir)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(catalogue, bounds, telemetry)
-    tls = (tls_cert, tls_key) if tls_cert and tls_key else None
-    run(build_app(server, keys, cors, known), server, listener, drain_wait, tls)
+    run(build_app(server, keys, given["cors"], known), server, listener, tls)

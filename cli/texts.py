@@ -3,7 +3,7 @@
 import io
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,9 +11,6 @@ from ..core import console
 from ..core.errors import Failed, WrongUse
 from ..core.files import full_disk, json_lines, write_atomic
 from .common import PATH, backend_options, cache_options, flag, option, read_stdin, throughline_command
-
-if TYPE_CHECKING:
-    from ..core.backend import BackendOptions
 
 FORMS = (".jsonl", ".npy", ".parquet")  # of `embed --out`
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, each with a text
@@ -36,14 +33,7 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, e
 @cache_options
 @backend_options
 @throughline_command
-def generate(
-    path: str,
-    file: Path | None,
-    prompt: str | None,
-    out: Path | None,
-    options: "BackendOptions",
-    **asked: Any,
-) -> None:
+def generate(path: str, file: Path | None, prompt: str | None, out: Path | None, **asked: Any) -> None:
     """Continue a text with a GPT, printed as it is made. PATH is a run, checkpoint, model directory, ONNX artifact,
     engine or .gguf file.
 
@@ -57,7 +47,7 @@ def generate(
     from ..inference.serving.generation import NO_IDS, Job
     from ..inference.serving.offline import continue_text, generate_file
 
-    most, stop, samples = (asked.pop(name) for name in ("max_tokens", "stop", "samples"))
+    most, stop, samples, options = map(asked.pop, ("max_tokens", "stop", "samples", "options"))
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
     like = Job(NO_IDS, most, Sampling(**asked), stop, n=samples)
@@ -100,9 +90,7 @@ def generate(
 @option("--field", None, "Field or column of a file of records that holds the text.", "text")
 @backend_options
 @throughline_command
-def embed(
-    path: str, file: str, out: str | None, chunk: bool, field: str, options: "BackendOptions", **how: Any
-) -> None:
+def embed(path: str, file: str, out: str | None, chunk: bool, field: str, **how: Any) -> None:
     """Embed every line of FILE (- = standard input) with the model at PATH: a BERT, which is a run, checkpoint, model
     directory, ONNX artifact, engine or .gguf file, or a decoder whose directory has a modules.json. The result is
     one JSON object per line, {"text", "embedding"}.
@@ -129,7 +117,7 @@ def embed(
         if out is None:
             raise WrongUse(f"a {suffix} file is answered in a file", where=file, fix="give --out FILE")
         lines = Path(out if form == ".jsonl" else f"{out}.jsonl")
-        facts = embed_file(path, Path(file), lines, options, **how, chunk=chunk, field=field)
+        facts = embed_file(path, Path(file), lines, **how, chunk=chunk, field=field)
         check_answered(facts, lines)
         if form != ".jsonl":
             _write(Path(out), [row for _, row in json_lines(lines)])
@@ -142,7 +130,7 @@ def embed(
     texts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not texts:
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
-    vectors = embed_texts(path, texts, options, **how)
+    vectors = embed_texts(path, texts, **how)
     rows = [{"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, vectors)]
     if out is not None:
         _write(Path(out), rows)
@@ -188,15 +176,7 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
 @option("--prompt", None, "Prompt before every document (default: the model's).")
 @backend_options
 @throughline_command
-def search(
-    folder: Path,
-    model: str | None,
-    split: str,
-    weight: float,
-    tune: str | None,
-    options: "BackendOptions",
-    **prompts: Any,
-) -> None:
+def search(folder: Path, model: str | None, split: str, weight: float, tune: str | None, **how: Any) -> None:
     """Score search over FOLDER, which has BEIR's form (corpus.jsonl, queries.jsonl, qrels/test.tsv), by BM25, by a
     BERT's embeddings and by both: nDCG at 10 and recall at 5, 10 and 100. Long documents are cut into chunks.
 
@@ -211,7 +191,7 @@ def search(
     collection, other = read_collection(folder, split), read_collection(folder, tune) if tune else None
     texts = list(collection.documents.values())
     words = by_words(texts)
-    vectors = by_embeddings(model, texts, options, **prompts) if model else None
+    vectors = by_embeddings(model, texts, **how) if model else None
     if other and vectors:
         weight = chosen_weight(other, words, vectors)
     found = score(collection, words, vectors, weight)

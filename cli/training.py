@@ -3,28 +3,21 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..core import console
 from ..core.errors import Refused
 from ..core.recipe import find_recipe, load_recipe, recipe_hash
-from .common import (
-    PATH,
-    flag,
-    init_from_option,
-    option,
-    pretraining_recipe,
-    recipe_options,
-    throughline_command,
-    with_weights,
-)
+from . import common
+from .common import PATH, flag, option, pretraining_recipe, recipe_options, throughline_command
 
 
 @click.command()
 @recipe_options
 @option("--run-dir", click.Path(), "Directory of the run (default: runs/<name of the recipe>).")
-@init_from_option
+@common.init_from_option
 @option(
     "--resume",
     click.Choice(["auto", "never"]),
@@ -36,14 +29,7 @@ from .common import (
 @flag("--show-layout", "Print what each process holds and sends in a step, without training.")
 @throughline_command
 def train(
-    recipe: str,
-    overrides: tuple[str, ...],
-    run_dir: str | None,
-    init_from: str | None,
-    resume: str,
-    profile: bool,
-    dry_run: bool,
-    show_layout: bool,
+    recipe: str, overrides: tuple[str, ...], run_dir: str | None, init_from: str | None, **how: Any
 ) -> None:
     """Train a model from RECIPE (a file or the name of a shipped one), or a small GPT on a bare text, for which a
     recipe is picked.
@@ -61,10 +47,11 @@ def train(
     if is_text(recipe):
         recipe, *given = recipe_for_text(recipe, directory, bool(init_from))
         overrides = (*given, *overrides)
-    resolved = pretraining_recipe(recipe, with_weights(overrides, init_from))
+    resolved = pretraining_recipe(recipe, common.with_weights(overrides, init_from))
     from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
 
-    if show_layout:
+    dry_run = how.pop("dry_run")
+    if how.pop("show_layout"):
         from ..data.store import TokenStore
         from ..data.tokenizer import Tokenizer
         from ..train.recipes.resolved import layout_facts, model_config
@@ -90,8 +77,9 @@ def train(
         evaluators.append(TextSample(plan, directory))
     if resolved.evaluation.tasks:
         evaluators.append(TaskEvaluator(plan))
-    resume = "auto" if started_again() else resume  # a run that is there is then the one that was to be begun
-    summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
+    if started_again():  # a run that is there is then the one that was to be begun
+        how["resume"] = "auto"
+    summary = train(plan, directory, evaluators=evaluators, **how)
     if running_processes()[0] > 0:
         return  # the first process says it
     figures = {"loss": summary["loss"]}
@@ -106,7 +94,7 @@ def train(
 
 @click.command()
 @recipe_options
-@init_from_option
+@common.init_from_option
 @option("--out", click.Path(), "Directory of the model (default: models/<name of the recipe>).")
 @flag("--overwrite", "Replace the model that is already at --out.")
 @throughline_command
@@ -125,7 +113,8 @@ def finetune(
     """
     from ..train.finetune.recipe import RULES, FinetuneRecipe, resolve
 
-    resolved = resolve(load_recipe(recipe, FinetuneRecipe, with_weights(overrides, init_from), RULES))
+    given = common.with_weights(overrides, init_from)
+    resolved = resolve(load_recipe(recipe, FinetuneRecipe, given, RULES))
     target = Path(out) if out else Path("models") / find_recipe(recipe).stem
     from ..train.finetune.run import figures_text, finetune
 

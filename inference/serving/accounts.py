@@ -46,6 +46,7 @@ class ServerLimits:
     body_s: float = 30.0  # for the client to send its body
     load_s: float = 1800.0  # for a model to be opened
     hang_s: float = 60.0  # in which a model's process must say that it lives
+    drain_s: float = 5.0  # between SIGTERM and the closing of the port
     share_prefixes: bool = False  # of prompts, among keys
 
     def check_texts(self, count: int, where: str) -> None:

@@ -36,9 +36,8 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
-    logprobs: int | None = (
-        None  # also the k most probable tokens of every step; None = no probabilities at all
-    )
+    # Also the k most probable tokens of every step; None = no probabilities at all.
+    logprobs: int | None = None
     # The same of the prompt, which is then read anew (no prefix is reused); with it `max_tokens` may be 0.
     prompt_logprobs: int | None = None
     constraint: dict[str, Any] | None = None  # {"json": schema} or {"regex": expression}

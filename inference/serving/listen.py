@@ -14,6 +14,7 @@ import json
 import signal
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -170,12 +171,9 @@ class DeadlineProtocol(HttpToolsProtocol):
 class DrainingServer(uvicorn.Server):
     """uvicorn, ending with exit code 0 after a drain instead of dying of the signal."""
 
-    def __init__(
-        self, config: uvicorn.Config, server: Server, drain_s: float, listener: socket.socket
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, listener: socket.socket) -> None:
         super().__init__(config)
-        self._server, self._drain_s, self._listener = server, drain_s, listener
-        self._closing = False
+        self._server, self._listener, self._closing = server, listener, False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         asyncio.get_running_loop().call_soon_threadsafe(self._drain, sig)
@@ -185,8 +183,9 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = self._closing  # a signal after the port has closed ends it at once
             self._close()
         else:
-            asyncio.get_running_loop().call_later(self._drain_s, self._close)
-            say(f"draining: the port closes in {self._drain_s:g} s, accepted requests are answered")
+            seconds = self._server.limits.drain_s
+            asyncio.get_running_loop().call_later(seconds, self._close)
+            say(f"draining: the port closes in {seconds:g} s, accepted requests are answered")
         self._server.draining.set()
 
     async def on_tick(self, counter: int) -> bool:
@@ -200,23 +199,14 @@ class DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(TAKE_UP_S, setattr, self, "should_exit", True)
 
 
-def run(
-    app: Starlette, server: Server, listener: socket.socket, drain_s: float, tls: tuple[Path, Path] | None
-) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key. Raises what opening raised."""
-    config = uvicorn.Config(
-        app,
-        http=DeadlineProtocol,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=ANSWER_S,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        server_header=False,
-        ws="none",
-        ssl_certfile=tls and tls[0],
-        ssl_keyfile=tls and tls[1],
-    )
+def run(app: Starlette, server: Server, listener: socket.socket, tls: Sequence[Path | None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or None of both. Raises what opening
+    raised.
+    """
+    how: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": DeadlineProtocol}
+    how |= {"log_config": None, "access_log": False, "server_header": False}
+    how |= {"timeout_graceful_shutdown": ANSWER_S, "timeout_keep_alive": KEEP_ALIVE_S}
+    config = uvicorn.Config(app, **how, ssl_certfile=tls[0], ssl_keyfile=tls[1])
     try:
         config.load()
     except OSError as error:  # of a file, or what it holds
@@ -224,13 +214,14 @@ def run(
         fix = "give a chain of certificates and the private key of its first one, both in PEM"
         raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=fix) from error
     host, port = listener.getsockname()[:2]
-    scheme = "https" if tls else "http"
-    server.place = place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
+    server.place = place = (
+        f"{'https' if config.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/"
+    )
     names = ", ".join(model.name for model in server.models) or "no model"
     say(f"loading {names}; {place}health answers, {place}ready says when the models do")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(DrainingServer(config, server, drain_s, listener).serve(sockets=[listener]))
+            runner.run(DrainingServer(config, server, listener).serve(sockets=[listener]))
     except SystemExit as error:  # of uvicorn, with a code that means something else here
         raise Failed("the server did not start", why="what uvicorn printed is above") from error
     if server.failure is not None:

@@ -85,10 +85,8 @@ def embed_texts(
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     """
     loaded, reader = open_reader(path, options, prompt)
-    named = [
-        (f"text {place}: {text[:60]}", loaded.sentence.text(text)) for place, text in enumerate(texts, 1)
-    ]
-    rows = [reader.frame({name: text}, truncate) for name, text in named]
+    names = [f"text {place}: {text[:60]}" for place, text in enumerate(texts, 1)]
+    rows = [reader.frame({name: loaded.sentence.text(text)}, truncate) for name, text in zip(names, texts)]
     return embed(loaded.backend, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
 
 

@@ -29,6 +29,7 @@ PREFIX_BYTES = 256 << 20  # of finished sequences
 GUESSING_ROWS = 1  # beyond which guesses do not pay on a CPU: see docs/journal.md
 NO_NUMBER = "the model's output is not a number"
 LOGIT_NUMBERS = 1 << 25  # asked for at a time for a prompt's probabilities: 128 MiB
+Deltas = list[tuple[Sequence, TextDelta]]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -122,7 +123,7 @@ class SlotBatch:
         """Whether a step does anything: not for those alone whose grammars are in the making."""
         return bool(self._live) or any(sequence.ready for sequence in self.waiting)
 
-    def step(self) -> list[tuple[Sequence, TextDelta]]:
+    def step(self) -> Deltas:
         """Decode one token of every sequence that is ready and read some of the prompts that are not."""
         self._admit()
         planned = self._spans()
@@ -213,11 +214,9 @@ class SlotBatch:
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""
         prompt = sequence.job.prompt_ids
-        return sequence.job.prompt_logprobs is None and any(
-            common(other.job.prompt_ids, prompt[:-1]) - other.past >= LEAST_PREFIX
-            for other in self._live
-            if other.filling and other.tenant == sequence.tenant
-        )
+        reading = [one for one in self._live if one.filling and one.tenant == sequence.tenant]
+        shared = [common(one.job.prompt_ids, prompt[:-1]) - one.past for one in reading]
+        return sequence.job.prompt_logprobs is None and max(shared, default=0) >= LEAST_PREFIX
 
     def _reuse(self, sequence: Sequence, row: int) -> None:
         """Copy what is known of its prompt, all but the last token, whose logits nobody kept."""
@@ -245,9 +244,7 @@ class SlotBatch:
         found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
         sequence.prompt += [Token(int(i), *one) for i, one in zip(targets, found)]
 
-    def _choose(
-        self, ready: list[tuple[Sequence, range]], logits_NV: Any
-    ) -> list[tuple[Sequence, TextDelta]]:
+    def _choose(self, ready: list[tuple[Sequence, range]], logits_NV: Any) -> Deltas:
         """The next token of every sequence whose prompt is read, and what was guessed behind it as far as it is what
         the model says. `ready`: each with its lines of the logits.
         """
