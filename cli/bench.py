@@ -167,8 +167,7 @@ def doctor() -> None:
     for gpu in machine.gpus:
         memory = console.amount(gpu.memory_bytes, "B")
         gpus.append(f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {memory}, driver {gpu.driver}")
-    environment = sorted(os.environ.items())
-    network = {name: value for name, value in environment if name.startswith(("NCCL_", "GLOO_"))}
+    network = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "GLOO_"))}
     shown = " ".join(f"{name}={value}" for name, value in network.items())
     nodes = [sorted(cores) for cores in numa_nodes()]
     bound = ": launch binds its processes to them" if len(nodes) > 1 else ""

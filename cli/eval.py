@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import Choice, FloatRange, IntRange
 
 from ..core import console
 from .common import PATH, device_option, dtype_option, flag, is_given, option, throughline_command
@@ -30,16 +31,16 @@ BELONGS = {
     PATH,
     "Directory that holds the tasks' files. Neither the shipped samples nor the network are then used.",
 )
-@option("--limit", click.IntRange(min=1), "Maximum number of records per task (default: all).")
+@option("--limit", IntRange(1), "Maximum number of records per task (default: all).")
 @option(
     "--shots --num-fewshot shots",
-    click.IntRange(min=0),
+    IntRange(0),
     "Number of solved examples before each question (default: as the task says, mostly 0).",
 )
 @option("--seed", int, "Seed of the draw of the solved examples (default: 0; of --draw harness 1234).")
 @option(
     "--draw",
-    click.Choice(["own", "harness"]),
+    Choice(["own", "harness"]),
     "Which solved examples: drawn by record, independent of all else, or those that lm-evaluation-harness draws.",
     "own",
 )
@@ -73,7 +74,7 @@ BELONGS = {
 )
 @option("--model", None, "With --url: name of the model (default: the first one that the server lists).")
 @option("--tokenizer", PATH, "With --url: the model's tokenizer, a directory or a tokenizer.json.")
-@option("--clients", click.IntRange(min=1), "With --url: number of requests at once.", 8)
+@option("--clients", IntRange(1), "With --url: number of requests at once.", 8)
 @device_option
 @dtype_option
 @option(
@@ -84,23 +85,19 @@ BELONGS = {
 )
 @option(
     "--window --max-length window",
-    click.IntRange(min=2),
+    IntRange(2),
     "Maximum number of tokens in an input (default: the model's context).",
 )
-@option(
-    "--batch-tokens",
-    click.IntRange(min=1),
-    "Number of tokens in a batch. It bounds memory and changes no score.",
-)
+@option("--batch-tokens", IntRange(1), "Number of tokens in a batch. It bounds memory and changes no score.")
 @option(
     "--pll",
-    click.Choice(["within_word_l2r", "original"]),
+    Choice(["within_word_l2r", "original"]),
     "For a BERT at PATH: which tokens of a word are masked while one of them is scored.",
     "within_word_l2r",
 )
 @option(
     "--overlong",
-    click.Choice(["truncate", "error", "skip"]),
+    Choice(["truncate", "error", "skip"]),
     "What to do with a record whose context is longer than the model's: cut it on its left and count it, "
     "stop with an error, or leave it out and count it.",
     "truncate",
@@ -114,7 +111,7 @@ BELONGS = {
 )
 @option(
     "--bound",
-    click.FloatRange(min=0),
+    FloatRange(0),
     "With --against: largest difference of a token's log-probability that is accepted, in nats.",
     1e-3,
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+from click import Choice
 
 from ..core import console
 from ..core.errors import WrongUse
@@ -48,23 +49,18 @@ def numbers(context: click.Context, option: click.Parameter, text: str) -> tuple
 
 @click.command()
 @click.argument("path", type=click.Path())
-@option(
-    "--to target",
-    click.Choice([target for target in USED if " " not in target]),
-    "What to write.",
-    required=True,
-)
+@option("--to target", Choice([each for each in USED if " " not in each]), "What to write.", required=True)
 @option("--out", click.Path(), "Directory to write.", required=True)
 @flag("--overwrite", "Replace the artifact that is already at --out.")
 @option(
     "--precision",
-    click.Choice((*get_args(Precision), "bf16")),
+    Choice((*get_args(Precision), "bf16")),
     "Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
     "in GGUF they are q8_0 and q4_0. (default: fp32, of an engine fp16, for Hugging Face as the model was trained)",
 )
 @option(
     "--for --variant variant",
-    click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
+    Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
     "What the ONNX graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of "
     "ONNX Runtime's CPU, cuda those that it has CUDA kernels for; --to triton --for tensorrt builds a plan.",
     "portable",
@@ -77,19 +73,19 @@ def numbers(context: click.Context, option: click.Parameter, text: str) -> tuple
 )
 @option(
     "--names",
-    click.Choice(get_args(Names)),
+    Choice(get_args(Names)),
     "Names of inputs and outputs; optimum: as optimum and onnxruntime-genai look for them.",
     "throughline",
 )
 @option(
     "--pooling",
-    click.Choice(get_args(Pooling)),
+    Choice(get_args(Pooling)),
     "How a BERT's sentence embedding is made of its tokens (default: as the directory's modules.json says, else "
     "the mean).",
 )
 @option(
     "--outputs",
-    click.Choice(get_args(Outputs)),
+    Choice(get_args(Outputs)),
     "Outputs of a BERT's graph: all, or embedding, without the logits of its heads (default: all; of a pretrained "
     "BERT for Triton embedding).",
 )

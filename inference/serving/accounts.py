@@ -69,8 +69,7 @@ class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
 
     name: str = ""  # for the access log
     priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0  # the higher, the earlier
-    # Answers in work and waiting at once; None = all.
-    places: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    places: Annotated[int, msgspec.Meta(ge=1)] | None = None  # for answers in work and waiting; None = all
     per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None  # requests
 
     def __post_init__(self) -> None:
@@ -112,9 +111,7 @@ def find_key(keys: Sequence[Key], authorization: str) -> Key | None:
 
 def read_keys(file: Path | None, variable: str | None, places: int) -> list[Key]:
     """API keys from a file (one a line with its settings, # begins a comment) and an environment variable (commas
-    between). Of several keys none fills more than half of the `places` unless its line says so.
-
-    Raises WrongUse for a file that is not there, holds none or says what is no setting.
+    between). Of several keys none fills more than half of the `places` unless its line says so. Raises WrongUse.
     """
     keys = [Key.of(text.strip()) for text in (variable or "").split(",") if text.strip()]
     try:

@@ -75,10 +75,7 @@ def read_asks(path: Path) -> list[Ask]:
 
 
 class Target:
-    """A server: where it is, which model, which key. Raises WrongUse for an address that is none.
-
-    `context`: tokens that the model reads and writes, None where the server does not list them.
-    """
+    """A server: where it is, which model, which key. Raises WrongUse for an address that is none."""
 
     def __init__(self, url: str, kind: str, model: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -93,7 +90,7 @@ class Target:
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         listed = self._listed(model)
         self.model = str(listed["id"])
-        self.context: int | None = listed.get("max_model_len")
+        self.context: int | None = listed.get("max_model_len")  # tokens, where the server lists them
 
     def _listed(self, name: str | None) -> dict[str, Any]:
         """What the server lists of this model, or of the first that fits; it need not list one that is named."""

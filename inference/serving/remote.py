@@ -8,7 +8,6 @@
 
 import asyncio
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -47,16 +46,10 @@ class Owed:
 
 def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
     """A process that answers on this socket, in a group of its own: Ctrl-C reaches only the HTTP process."""
-    descriptor = connection.fileno()
+    fd = connection.fileno()
+    words = [sys.executable, "-u", "-m", "throughline.inference.serving.worker", str(fd)]
     # What libraries print must not mix with a result on stdout.
-    return subprocess.Popen(
-        [sys.executable, "-m", "throughline.inference.serving.worker", str(descriptor)],
-        pass_fds=[descriptor],
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        process_group=0,
-    )
+    return subprocess.Popen(words, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2, process_group=0)
 
 
 class Remote:
@@ -156,11 +149,10 @@ class Remote:
 
         end = partial(ended.set_result, None)
         self._connection, _ = await loop.create_connection(lambda: Messages(self._route, end), sock=ours)
-        guessing = self.limits.speculate, str(self.limits.draft or "")
-        opening = Open(self.name, self.path, self.limits.slots, self._options, *guessing)
+        limits, draft = self.limits, str(self.limits.draft or "")
+        opening = Open(self.name, self.path, limits.slots, self._options, limits.speculate, draft)
         self._connection.write(pack(opening))
-        limit_s = self.limits.load_s
-        await asyncio.wait((opened, ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((opened, ended), timeout=limits.load_s, return_when=asyncio.FIRST_COMPLETED)
         if opened.done():
             if isinstance(first := opened.result(), Broken):
                 raise first.error()
@@ -172,7 +164,7 @@ class Remote:
             raise Failed(what, where=self.path, why=f"exit code {code}; {meaning}")
         self._connection.close()
         self._process.kill()
-        why = f"it took more than {limit_s:g} s"
+        why = f"it took more than {limits.load_s:g} s"
         raise Failed("the model did not load", where=self.path, why=why, fix="see --load-timeout")
 
     async def _watch(self) -> None:
