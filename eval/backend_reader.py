@@ -11,7 +11,7 @@ from ..core.errors import Failed
 from ..core.scorer import Ids, Written
 from ..inference.runtimes.sampling import GREEDY
 from ..inference.serving.generation import Job
-from ..inference.serving.slots import answer
+from ..inference.serving.slots import SlotBatch, answer
 from .scoring import Predicted, Tree
 
 BATCH_TOKENS = 1024
@@ -145,8 +145,8 @@ def greedy_texts(
     """Yields batches of (index, answer) as they end."""
     jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, tuple(until)) for ids in prompts]
     answers = [""] * len(jobs)
-    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(SLOTS, len(jobs))
-    for number, _, piece in answer(cast(CausalBackend, _Checked(backend)), jobs, *rest):
+    rest = tokenizer.decode, min(SLOTS, len(jobs)), tokenizer.vocab_size, tokenizer.eos_id, 0
+    for number, _, piece in answer(SlotBatch(cast(CausalBackend, _Checked(backend)), *rest), jobs):
         answers[number] += piece.text
         if piece.finish:
             yield [(number, answers[number])]

@@ -15,7 +15,7 @@ from ..core.scorer import Scorer
 from ..inference.runtimes.sampling import Sampling
 from ..inference.runtimes.torch_backend import TorchCausal
 from ..inference.serving.generation import Job
-from ..inference.serving.slots import answer
+from ..inference.serving.slots import SlotBatch, answer
 from ..models.config import family_of
 from ..models.init import empty_model
 from ..train.evaluate import whole_model
@@ -57,8 +57,8 @@ class TextSample:
         job = replace(self.job, max_tokens=min(CONTINUED, room))
         said = ""
         with suppress(ThroughlineError):  # of weights that are no longer finite
-            deltas = answer(TorchCausal(model), [job], tokenizer.decode, None, tokenizer.vocab_size, 1)
-            said = "".join(delta.text for _, _, delta in deltas)
+            batch = SlotBatch(TorchCausal(model), tokenizer.decode, 1, tokenizer.vocab_size, prefix_bytes=0)
+            said = "".join(delta.text for _, _, delta in answer(batch, [job]))
             with open(self.file, "a", encoding="utf-8") as file:
                 sample = {"step": step, "prompt": tokenizer.decode(job.prompt_ids), "text": said}
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")

@@ -30,7 +30,7 @@ from ..runtimes.backends import Loaded, open_text_model
 from ..runtimes.sampling import Sampling
 from .encoding import Reader, embed
 from .generation import Job, TextDelta, prompt_ids
-from .slots import PREFIX_BYTES, answer
+from .slots import SlotBatch, answer
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
@@ -67,8 +67,8 @@ def continue_text(
     """Continue `prompt` with the GPT at `path`; yields (number of the answer, delta). Raises WrongUse as `text_job`."""
     loaded, tokenizer = open_text_model(path, "gpt", options)
     job = text_job(loaded, tokenizer, prompt, like)
-    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(job.n, 8)
-    for _, number, delta in answer(loaded.backend, [job], *rest):
+    rest = tokenizer.vocab_size, tokenizer.eos_id, 0
+    for _, number, delta in answer(SlotBatch(loaded.backend, tokenizer.decode, min(job.n, 8), *rest), [job]):
         yield number, delta
 
 
@@ -266,8 +266,8 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
             yield job
 
     slots = SLOTS if loaded.backend.device == "cpu" else GPU_SLOTS
-    text = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size
-    for place, copy, delta in answer(loaded.backend, jobs(), *text, slots, PREFIX_BYTES, fail):
+    batch = SlotBatch(loaded.backend, tokenizer.decode, slots, tokenizer.vocab_size, tokenizer.eos_id)
+    for place, copy, delta in answer(batch, jobs(), fail):
         (number, record), texts, ends = asked[place]
         texts[copy] += delta.text
         ends[copy] = delta.finish

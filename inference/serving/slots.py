@@ -345,19 +345,11 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def answer(
-    backend: CausalBackend,
-    jobs: Iterable[Job],
-    decode: Callable[[list[int]], str],
-    eos_id: int | None = None,
-    vocab_size: int | None = None,
-    slots: int = 8,
-    prefix_bytes: int = 0,
-    fail: Callable[[int, Exception], None] | None = None,
+    batch: SlotBatch, jobs: Iterable[Job], fail: Callable[[int, Exception], None] | None = None
 ) -> Iterator[tuple[int, int, TextDelta]]:
     """Answer all jobs, which are drawn as places come free; yields (number of the job, which of its answers,
-    delta) as text is made. Arguments as for `SlotBatch`; `fail` hears of jobs that an error ends (None: it is raised).
+    delta) as text is made. `fail` hears of jobs that an error ends (None: it is raised).
     """
-    batch = SlotBatch(backend, decode, slots, vocab_size, eos_id, prefix_bytes)
     numbered = enumerate(jobs)
     while True:
         while len(batch.waiting) < batch.slots and (drawn := next(numbered, None)):

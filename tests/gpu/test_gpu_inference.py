@@ -13,7 +13,7 @@ from throughline.core.backend import BackendOptions, Span, on_host
 from throughline.inference.runtimes.sampling import GREEDY, Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
 from throughline.inference.serving.generation import Job
-from throughline.inference.serving.slots import answer
+from throughline.inference.serving.slots import SlotBatch, answer
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
@@ -53,7 +53,7 @@ def test_ragged_batches_and_greedy_tokens_equal_the_cpu() -> None:
     assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()
     requests = [Job(rng.integers(0, 512, length), 64) for length in (1, 20, 64)]
     answers = [
-        [p.token.id for _, _, p in answer(backend, requests, lambda ids: "") if p.token]
+        [p.token.id for _, _, p in answer(SlotBatch(backend, lambda ids: "", 8), requests) if p.token]
         for backend in (cpu, cuda)
     ]
     assert answers[0] == answers[1] and len(answers[0]) == 3 * 64
@@ -99,7 +99,8 @@ def test_steps_prefixes_and_draws_equal_the_cpu() -> None:
     requests = [Job(long[:30], 20, setting, logprobs=3, prompt_logprobs=1) for setting in settings]
     answers = []
     for backend in backends:
-        pieces = [(number, piece) for number, _, piece in answer(backend, requests, lambda ids: "", slots=4)]
+        batch = SlotBatch(backend, lambda ids: "", 4, prefix_bytes=0)
+        pieces = [(number, piece) for number, _, piece in answer(batch, requests)]
         answers.append([(number, piece.token.id) for number, piece in pieces if piece.token])
         assert all(len(piece.token.top) == 3 for _, piece in pieces if piece.token)
     assert answers[0] == answers[1]

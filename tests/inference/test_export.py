@@ -161,11 +161,12 @@ def test_transformers_loads_the_exported_gpt(gpt_dir: Path, tmp_path: Path) -> N
         torch.testing.assert_close(theirs(ids).logits, ours(ids), atol=1e-4, rtol=0)
         generated = theirs.generate(ids[:1, :10], max_new_tokens=30, do_sample=False, pad_token_id=0)[0, 10:]
     from throughline.inference.serving.generation import Job
-    from throughline.inference.serving.slots import answer
+    from throughline.inference.serving.slots import SlotBatch, answer
 
     backend = open_backend(tmp_path / "out").causal
     job = Job(ids[0, :10].numpy(), 30)
-    made = [piece.token.id for _, _, piece in answer(backend, [job], lambda ids: "", eos_id=0)]
+    batch = SlotBatch(backend, lambda ids: "", 1, eos_id=0)
+    made = [piece.token.id for _, _, piece in answer(batch, [job])]
     assert generated.tolist() == made
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.model_max_length == 160

@@ -187,7 +187,7 @@ def answers_by_backend(path: Path, requests: list[Job], slots: int) -> list[list
     loaded = open_backend(path, BackendOptions(device="cpu", threads=1))
     assert loaded.causal is not None
     ids: list[list[int]] = [[] for _ in requests]
-    for number, _, delta in answer(loaded.causal, requests, lambda ids: "", slots=slots):
+    for number, _, delta in answer(SlotBatch(loaded.causal, lambda ids: "", slots, prefix_bytes=0), requests):
         assert delta.token is not None
         ids[number].append(delta.token.id)
     return ids
@@ -213,7 +213,8 @@ def test_finish_reasons() -> None:
     backend = RememberingBackend()
 
     def run(eos_id: int | None = None, **kwargs) -> list[TextDelta]:
-        return [delta for _, _, delta in answer(backend, [Job(prompt, 20, **kwargs)], letters, eos_id)]
+        batch = SlotBatch(backend, letters, 8, eos_id=eos_id)
+        return [delta for _, _, delta in answer(batch, [Job(prompt, 20, **kwargs)])]
 
     plain = run()
     assert [delta.finish for delta in plain] == [None] * 19 + ["length"]
@@ -227,7 +228,7 @@ def test_finish_reasons() -> None:
 
 def test_probabilities_are_those_of_the_model() -> None:
     request = Job(np.arange(4), 3, Sampling(temperature=2.0, top_k=3, seed=1), logprobs=5)
-    for _, _, delta in answer(RememberingBackend(), [request], letters):
+    for _, _, delta in answer(SlotBatch(RememberingBackend(), letters, 8), [request]):
         values = dict(delta.token.top)
         assert len(values) == 5 and list(values.values()) == sorted(values.values(), reverse=True)
         assert delta.token.logprob == values[delta.token.id]  # top-k 3 chose among the five
@@ -246,5 +247,6 @@ def test_requests_that_cannot_fit_are_refused(prompt: list[int], tokens: int, me
 def test_padding_rows_of_the_vocabulary_are_never_chosen() -> None:
     """A model's vocabulary may be padded beyond the tokenizer's: those ids mean nothing."""
     requests = [Job(np.arange(3), 50, Sampling(seed=seed, repetition_penalty=1.1)) for seed in range(4)]
-    ids = {delta.token.id for _, _, delta in answer(RememberingBackend(), requests, letters, vocab_size=10)}
+    batch = SlotBatch(RememberingBackend(), letters, 8, vocab_size=10)
+    ids = {delta.token.id for _, _, delta in answer(batch, requests)}
     assert ids == set(range(10))

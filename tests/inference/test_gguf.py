@@ -18,7 +18,7 @@ from throughline.data.tokenizer import Tokenizer
 from throughline.inference.exports.export import Judging
 from throughline.inference.exports.gguf_export import architecture_of, export_gguf
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.serving.slots import answer
+from throughline.inference.serving.slots import SlotBatch, answer
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.huggingface import to_huggingface
 
@@ -167,7 +167,7 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
     answers = []
     for backend, slots in ((torch_one, 1), (llama_one, 1), (llama_one, 3)):
         ids: list[list[int]] = [[] for _ in requests]
-        for number, _, delta in answer(backend, requests, lambda ids: "", slots=slots):
+        for number, _, delta in answer(SlotBatch(backend, lambda ids: "", slots, prefix_bytes=0), requests):
             assert delta.token is not None
             ids[number].append(delta.token.id)
         answers.append(ids)
