@@ -23,8 +23,8 @@ LLAMA = {
 def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Random weights wide enough that log-probabilities differ by whole nats between tokens."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     return model.eval()
 

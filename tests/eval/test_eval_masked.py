@@ -155,9 +155,11 @@ def test_cloze_ranks_the_answer_at_the_mask(bert, bert_tokenizer) -> None:
             logprobs = torch.log_softmax(bert(ids)[0, ids[0] == bert_tokenizer.mask_id], -1)
         chosen = logprobs[range(len(answer)), list(answer)]
         ranks = (logprobs > chosen[:, None]).sum(-1).tolist()
+        first, last = ((logprobs > chosen[:, None] + near).sum(-1).max() for near in (1e-4, -1e-4))
         (score,) = found[index]
         assert score.logprob == pytest.approx(float(chosen.sum()), abs=1e-4)
-        assert score.rank == max(ranks) and (len(ranks) == 1 or min(ranks) < max(ranks))
+        assert first <= score.rank <= last < first + 10, "another processor rounds a near tie otherwise"
+        assert len(ranks) == 1 or min(ranks) < first
     with pytest.raises(Failed, match="cloze"):
         answers(scorer, scorer.encode([[("It is [MASK] .", "reinterpretations")]]))  # of several tokens
 
