@@ -31,7 +31,7 @@ os._exit({PASSED})
 
 
 class Program(GenerateUntil):
-    """Python that the model writes behind `text`, with `answers`, its tests, behind it."""
+    """Python that the model writes behind `text`, judged by `answers`, its tests; run only with --run-programs."""
 
     metrics = ("pass@1",)
     runs_programs = True

@@ -41,7 +41,7 @@ def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself(
 @pytest.mark.parametrize(
     ("sections", "key", "words"),
     [
-        ({"train": {"batch_rows": None}}, "train.batch_rows", "not given"),
+        ({"train": {"batch_rows": None}}, "train.batch_rows", "no batch is given"),
         ({"train": {"batch_rows": None, "batch_tokens": 100}}, "train.batch_tokens", "for example 96"),
         ({"train": {"batch_tokens": 100 * 16}}, "train.batch_tokens", "contradict"),
         ({"train": {"micro_batch_rows": 5}}, "train.micro_batch_rows", "does not divide the batch of 12"),
