@@ -60,6 +60,7 @@ class Latent(nn.Module):
 
     The numbers of a head that are turned come first, of a key the same in all heads. Values are filled up with zeros to
     the width of queries and keys, so that every kernel and cache takes them: what is kept of a token is not its latent.
+    Where `q_up` and `kv_up` fetch the rest of their rows, `gather` is set and fetches that of the shared part of a key.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -72,6 +73,7 @@ class Latent(nn.Module):
         self.kv_down = nn.Linear(config.width, self.turned + latent, bias=False)
         self.kv_norm = nn.RMSNorm(latent, eps=LATENT_EPSILON)
         self.kv_up = nn.Linear(latent, config.heads * sum(self.sizes[1:]), bias=False)
+        self.gather: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each (B, A, S, D)."""
@@ -81,6 +83,7 @@ class Latent(nn.Module):
         shared, latent = self.kv_down(x_BSW).tensor_split((self.turned,), -1)
         kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, key_size + value_size))
         k, v = kv.tensor_split((key_size,), -1)
+        shared = shared if self.gather is None else self.gather(shared)
         k = torch.cat((shared[:, :, None].expand(-1, -1, k.shape[2], -1), k), -1)
         v = F.pad(v, (0, size - value_size))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

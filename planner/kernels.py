@@ -82,7 +82,7 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
     rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
     values = getattr(config, "value_size", config.head_size)
     return [
-        *projections(config, tokens, rows, size),
+        *projections(config, share, rows, size),
         *attention(config, share, software),
         *linear("attention output", tokens, heads * values, width, size, 1, True),
         *feed_forward(config, share, software, ups),
@@ -95,18 +95,19 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
     ]
 
 
-def projections(config: ModelConfig, tokens: Number, rows: Number, size: int) -> Iterator[Kernel]:
-    """Queries, keys and values, `rows` of a token together: of its input, or of latents (on whole heads)."""
+def projections(config: ModelConfig, share: Share, rows: Number, size: int) -> Iterator[Kernel]:
+    """Queries, keys and values, `rows` of a token together: of its input, or of latents, which serve all heads."""
+    tokens, own = share.tokens, share.tokens / share.tensor
     latent, query = getattr(config, "kv_latent", 0), getattr(config, "q_latent", 0)
     if not isinstance(config, GPTConfig) or not latent:
         yield from linear("query, key, value", tokens, config.width, rows, size, 1, True)
         return
-    turned, heads = config.rope_width, config.heads
+    turned, heads = config.rope_width, config.heads / share.tensor
     made = heads * (config.head_size - turned + config.value_size)
     if query:
-        yield from linear("query down", tokens, config.width, query, size, 1, True)
+        yield from linear("query down", own, config.width, query, size, 1, True)
     yield from linear("query up", tokens, query or config.width, heads * config.head_size, size, 1, True)
-    yield from linear("key and value down", tokens, config.width, latent + turned, size, 1, True)
+    yield from linear("key and value down", own, config.width, latent + turned, size, 1, True)
     yield from linear("key and value up", tokens, latent, made, size, 1, True)
 
 
@@ -269,7 +270,7 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     routed = has_experts(config) * getattr(config, "experts_per_token", 0)
     mlp = width_of_feed_forward(config) * (3.0 if config.gated else 2.0) + 2 * routed * width
     # before and after their norms
-    latents = 2 * (getattr(config, "kv_latent", 0) + getattr(config, "q_latent", 0))
+    latents = 2 * (getattr(config, "kv_latent", 0) + getattr(config, "q_latent", 0)) / share.tensor
     terms = {
         "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
         "norm outputs": 2.0 * size * tokens * width / (1 if rows_stay else whole),

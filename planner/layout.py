@@ -159,7 +159,6 @@ def _tensor_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> 
     yield shared % tensor, "tensor", text, f"a divisor of {shared}"
     if getattr(config, "qk_norm", "") == "whole":
         yield getattr(config, "norm_from_one", False), "tensor", "no whole qk_norm is from one", "tensor = 1"
-    yield getattr(config, "kv_latent", 0), "tensor", "the matrices of kv_latent serve all heads", "tensor = 1"
     text = "positions = alibi are a bias with a slope for each of all heads"
     yield config.positions == "alibi", "tensor", text, "tensor = 1"
     text = f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"

@@ -33,6 +33,7 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
     ("blocks.*.attention.qkv.*", 0),
     ("blocks.*.attention.q.*", 0),
     ("blocks.*.attention.kv.*", 0),
+    ("blocks.*.attention.latent.*_up.weight", 0),
     ("blocks.*.attention.sinks", 0),
     ("blocks.*.attention.out.weight", 1),
     ("blocks.*.mlp.up.*", 0),
@@ -46,7 +47,7 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
     ("mlm_norm.*", "same"),
     ("pooler.*", "same"),
     ("nsp.*", "same"),
-    ("*", "partial"),  # norms, position and type tables, biases added after a reduce-scatter
+    ("*", "partial"),  # norms, position and type tables, latents, biases added after a reduce-scatter
 )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..models.config import BERTConfig, ModelConfig
+from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from . import tables
 from .layout import Layout
 from .tables import Coordinates, ShardSpec, bucket_slices, is_of_experts, is_trained, shard_specs
@@ -109,11 +109,18 @@ def tensor_sends(
         return [(kind, calls, calls * hidden) for kind in kinds]
     gathers = 6 * layers + table + head
     scatters = layers * (4 + 2 * again) + table + head * (not bert)
+    gathered, scattered = gathers * config.width, scatters * config.width
+    if isinstance(config, GPTConfig) and config.kv_latent:
+        # in the place of an input of the width: that of `q_up`, the latent, the part of a key that is turned
+        parts = (config.q_latent or config.width) + config.kv_latent - config.width
+        gathers, scatters = gathers + layers * (3 + again), scatters + layers * 2
+        gathered += layers * (2 * parts + (1 + again) * config.rope_width)
+        scattered += layers * (parts + config.rope_width)
     # of the loss: the largest logit, the normalisation and the logit of the target; of BERT also the rows it selects
     sums = 3 * targets * max(numbers.weight, 4) + bert * targets * config.width * numbers.activation
     return [
-        ("all-gather", gathers, gathers * hidden),
-        ("reduce-scatter", scatters, scatters * hidden),
+        ("all-gather", gathers, gathered * tokens * numbers.activation),
+        ("reduce-scatter", scatters, scattered * tokens * numbers.activation),
         ("all-reduce", head * (2 + bert), head * sums),
     ]
 

@@ -210,6 +210,8 @@ def test_numbers_of_the_optimizer_are_those_of_the_recipe() -> None:
 
 
 EXPERTS = {"bias": False, "gated": True, "experts": 8, "shared_experts": 1, "balance_bias": True}
+LATENT = {"bias": False, "positions": "rotary", "kv_latent": 24}
+LATENT |= {"head_width": 20, "rope_width": 8, "value_width": 12}
 CASES = [
     Case("tensor", Layout(tensor=2)),
     Case("bert tensor", Layout(tensor=2), family="bert", micro_rows=16),
@@ -231,6 +233,8 @@ CASES = [
     Case("zero1 hybrid", Layout(data=4, sharding="zero1", replicas=2)),
     Case("pipeline x replicated", Layout(pipeline=2, data=2)),
     Case("v x tensor", Layout(pipeline=2, tensor=2, schedule="zero-bubble-v", stages_per_process=2)),
+    Case("latent x tensor", Layout(tensor=2), model=LATENT | {"q_latent": 20}),
+    Case("latent x recomputed tensor", Layout(tensor=2), recompute="full", model=LATENT),
     Case("experts", Layout(data=4, expert=2), model=EXPERTS),
     Case("experts x tensor x full", Layout(data=2, expert=2, tensor=2, sharding="full"), model=EXPERTS),
     Case(

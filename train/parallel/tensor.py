@@ -9,6 +9,7 @@ Shape letters: B batch, S positions of a row, P of this process (S / tensor), W 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from ...models.layers import Latent
 from ...models.linear import linear
 from ...planner.tables import even_part, tensor_box, tensor_placement
 from .mesh import Axis, Exchange, Gathering, Scattering, reduced
@@ -225,6 +227,8 @@ def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
                 model.set_submodule(name, RowLinear(module, axis))
         elif isinstance(module, nn.RMSNorm) and tensor_placement(f"{name}.weight", model.config) == 0:
             model.set_submodule(name, HeadsNorm(module, module.normalized_shape[0], axis))
+        elif isinstance(module, Latent):
+            module.gather = partial(gather_rows, axis=axis)
         elif name == "token_table":
             model.token_table = VocabularyEmbedding(module, first_id, axis)
         elif name in ("position_table", "type_table"):
