@@ -42,6 +42,8 @@ class GPTConfig(TransformerConfig):
     gate_limit: float = 0.0
     experts: int = 0  # feed-forwards of which a token goes through a few (models/experts.py); 0: a dense one
     experts_per_token: int = 2
+    # in training an expert takes so many times its even share of a process's rows and drops others; 0: it takes all
+    expert_capacity_factor: float = 0.0
     expert_width: int = 0  # of each; 0: `mlp_width`
     shared_experts: int = 0  # that every token goes through besides, as one of so many times the width
     dense_layers: int = 0  # the first ones, without experts

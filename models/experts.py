@@ -1,8 +1,8 @@
 """Experts: a feed-forward of several, of which each token goes through a few (Shazeer et al. 2017, Fedus et al. 2021).
 
 The tokens are sorted by their expert, and a token gets the sum of its experts' answers, weighted by the router's
-scores. No token is dropped. Sorting and putting back are permutations, whose gradients need no sums in an order that a
-GPU leaves open.
+scores. Sorting and putting back are permutations, whose gradients need no sums in an order that a GPU leaves open. With
+`expert_capacity_factor` an expert has room for so many rows in training; the others have no answer from it.
 
 Who trains has two plain attributes: `RoutedFeedForward.watch` is told each routing and may change its weights, and a
 forward of `Experts` that sends tokens elsewhere can be put in place of its own.
@@ -11,6 +11,7 @@ Shape letters: N tokens, E experts, K experts of a token, M = N x K tokens in th
 width of an expert.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class Routing(NamedTuple):
     scores_NE: Tensor
     chosen_NK: Tensor  # experts
     weights_NK: Tensor  # of their answers
+    dropped_NK: Tensor | None = None  # those without one: their expert has no room; None: none
 
 
 def gated(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], limit: float) -> Tensor:
@@ -64,14 +66,22 @@ class RoutedFeedForward(nn.Module):
         routing = self.route(x_NW)
         if self.watch is not None:
             routing = self.watch(routing, len(x_BSW))
-        chosen_M = routing.chosen_NK.flatten()
+        chosen_NK, dropped_NK, experts = routing.chosen_NK, routing.dropped_NK, self.config.experts
+        if dropped_NK is not None:
+            chosen_NK = chosen_NK.masked_fill(dropped_NK, experts)  # behind those of all experts
+        chosen_M = chosen_NK.flatten()
         order_M = chosen_M.argsort(stable=True)
         places_M = torch.arange(len(order_M), device=x_NW.device)
         place_M = torch.empty_like(order_M).scatter_(0, order_M, places_M)
-        counts_E = torch.bincount(chosen_M, minlength=self.config.experts)
-        copies = routing.chosen_NK.shape[1]
+        counts_E = torch.bincount(chosen_M, minlength=experts)[:experts]
+        copies = chosen_NK.shape[1]
         sorted_MW = _Taken.apply(x_NW, order_M // copies, place_M, copies)
-        answers_MW = _Taken.apply(self.experts(sorted_MW, counts_E), place_M, order_M, 1)
+        if dropped_NK is None:
+            answers = self.experts(sorted_MW, counts_E)
+        else:  # the host asks how many rows are left, and a GPU is waited for
+            answers = self.experts(sorted_MW[: int(counts_E.sum())], counts_E)
+            answers = F.pad(answers, (0, 0, 0, len(sorted_MW) - len(answers)))
+        answers_MW = _Taken.apply(answers, place_M, order_M, 1)
         weights_N1K = routing.weights_NK[:, None].to(answers_MW.dtype)
         y_BSW = torch.bmm(weights_N1K, answers_MW.unflatten(0, (-1, copies))).view_as(x_BSW)
         return y_BSW if self.shared is None else y_BSW + self.shared(x_BSW)
@@ -90,7 +100,20 @@ class RoutedFeedForward(nn.Module):
         weights_NK = scores_NE.gather(-1, chosen_NK)
         if config.router_normalised:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return Routing(logits_NE, scores_NE, chosen_NK, weights_NK * config.router_scale)
+        routing = Routing(logits_NE, scores_NE, chosen_NK, weights_NK * config.router_scale)
+        drops = self.training and config.expert_capacity_factor > 0
+        return routing._replace(dropped_NK=self._dropped(routing)) if drops else routing
+
+    def _dropped(self, routing: Routing) -> Tensor:
+        """Of the tokens of a forward, so of one process, an expert takes those whose answers weigh most, of equal ones
+        the first (Megatron-LM's `moe_token_drop_policy` "probs").
+        """
+        chosen_NK, weights_NK = routing.chosen_NK, routing.weights_NK.detach()
+        room = math.ceil(chosen_NK.numel() / self.config.experts * self.config.expert_capacity_factor)
+        weights_NE = torch.full_like(routing.scores_NE, -1.0).scatter_(1, chosen_NK, weights_NK)
+        first_NE = weights_NE.argsort(dim=0, descending=True, stable=True)[:room]
+        dropped_NE = torch.ones_like(weights_NE, dtype=torch.bool).scatter_(0, first_NE, False)
+        return dropped_NE.gather(1, chosen_NK)
 
     def _in_best_groups(self, ranked_NE: Tensor) -> Tensor:
         """Minus infinity outside a token's groups (DeepSeek-AI 2024, V3, section 2.1.2)."""

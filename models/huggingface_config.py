@@ -18,7 +18,7 @@ THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
 WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width", "value_width": "value_size"}
 # a run's own decisions, or told by the tensors
-NOT_THEIRS = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate")
+NOT_THEIRS = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate", "expert_capacity_factor")
 # our field and its usual value for each of theirs, by the kind of scaled rope
 SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
     "linear": {"factor": ("rope_factor", 1.0)},

@@ -100,8 +100,11 @@ class Case:
 
     @property
     def reference_rows(self) -> int:
-        """Of a micro-batch of the single process: all; in 16 bits, where each rounds its gradients, the layout's."""
-        return self.micro_rows if self.precision in HALVES else self.rows
+        """Of a micro-batch of the single process: all; the layout's in 16 bits, where each rounds its gradients, and
+        where its experts drop tokens.
+        """
+        drops = getattr(self.config, "expert_capacity_factor", 0) > 0
+        return self.micro_rows if self.precision in HALVES or drops else self.rows
 
 
 @dataclass

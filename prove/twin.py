@@ -27,6 +27,9 @@ def twin(recipe: Recipe) -> tuple[Case, list[str]]:
     layout, notes = _fewer_processes(whole)
     length = 2 * math.lcm(2 * layout.context, layout.context * layout.tensor, 16)
     model = _small_model(config, layout, length)
+    if model.get("expert_capacity_factor") and max(layout.tensor, layout.context) > 1:
+        model["expert_capacity_factor"] = 0.0
+        notes.append("no token is dropped: a process of a part of a row drops among its own")
     if config.dropout:
         notes.append("dropout is off: its masks are those of a layout")
     if recipe.compression.scheme != "none":

@@ -213,7 +213,7 @@ def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, z_loss:
 
 
 def router_sums(routing: Routing, chosen_RE: Tensor) -> Tensor:
-    """Of the tokens here the sums of a router's losses and of the entropy of its scores: (3,).
+    """Of the tokens here the sums of a router's losses, of the entropy of its scores, and of answers dropped: (4,).
 
     `chosen_RE` counts how often each row, with its parts on other processes, chose each expert. The balance loss of a
     token is the sum over experts of its score, as a share of all, times the expert's load in the row over the mean one:
@@ -224,7 +224,9 @@ def router_sums(routing: Routing, chosen_RE: Tensor) -> Tensor:
     load_RE = chosen_RE / chosen_RE.mean(-1, keepdim=True)
     balance = (scores_NE.unflatten(0, (len(load_RE), -1)).sum(1) * load_RE.to(scores_NE.dtype)).sum()
     entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
-    return torch.stack((balance, routing.logits_NE.logsumexp(-1).square().sum(), entropy.detach()))
+    none = balance.new_zeros(())
+    dropped = none if routing.dropped_NK is None else routing.dropped_NK.sum().to(none.dtype)
+    return torch.stack((balance, routing.logits_NE.logsumexp(-1).square().sum(), entropy.detach(), dropped))
 
 
 def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:

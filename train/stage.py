@@ -22,7 +22,8 @@ from .parallel.data import sum_gradients
 from .parallel.mesh import ALONE, Axis, Mesh, reduced
 from .precision import wide_dtype
 
-ROUTER_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "expert_imbalance")  # of a step's record
+# of a step's record
+ROUTER_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_tokens", "expert_imbalance")
 
 
 class Stage(nn.Module):
@@ -112,8 +113,8 @@ class Routers:
         self.config, self.mesh = config, mesh
         self.layers = [layer for layer in range(config.layers) if config.has_experts(layer)]
         self.names = ROUTER_FIGURES if self.layers else ()
-        size = len(self.layers) * (3 + self._experts)
-        # the sums of `router_sums`, then the tokens of each expert, of each layer
+        size = len(self.layers) * (4 + self._experts)
+        # the sums of `router_sums`, then the tokens that chose each expert, of each layer
         self.totals = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self.loads_LE = self.totals[:0].view(0, self._experts)  # of the last step, of all processes
 
@@ -137,7 +138,7 @@ class Routers:
             whole_RE = whole_RE if axis.group is None else reduced(whole_RE, axis)
         sums = router_sums(routing, whole_RE)
         config: Any = self.config
-        factors = sums.new_tensor((config.balance_loss, config.router_z_loss, 0.0))
+        factors = sums.new_tensor((config.balance_loss, config.router_z_loss, 0.0, 0.0))
         factors = factors * stage.inverse_counts[0] * stage.loss_scale
         figures = torch.cat((sums.detach().double(), counts_RE.sum(0)))
         into = self.totals.view(len(self.layers), -1)[place]
@@ -146,11 +147,13 @@ class Routers:
     def figures(self, totals: Tensor, inverse_count: Tensor) -> Tensor:
         """ROUTER_FIGURES, of the sums of all processes: means over tokens and layers, the largest load by the mean."""
         table = totals.view(len(self.layers), -1)
-        self.loads_LE = table[:, 3:]
-        tokens = self.loads_LE.sum() / max(len(self.layers), 1) / getattr(self.config, "experts_per_token", 1)
-        balance, z, entropy = table[:, :3].mean(0).unbind()
+        self.loads_LE = table[:, 4:]
+        rows = self.loads_LE.sum() / len(self.layers)
+        tokens = rows / getattr(self.config, "experts_per_token", 1)
+        balance, z, entropy, dropped = table[:, :4].mean(0).unbind()
         largest = (self.loads_LE.amax(1) / self.loads_LE.mean(1)).amax()
-        return torch.stack((balance * inverse_count, z * inverse_count, entropy / tokens, largest))
+        losses = balance * inverse_count, z * inverse_count
+        return torch.stack((*losses, entropy / tokens, dropped / rows, largest))
 
     def move_biases(self, shards: Iterable[Any], finite: Tensor | None) -> None:
         """Raise the balance bias of every expert with less than the mean load of the step, lower the others'

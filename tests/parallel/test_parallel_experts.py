@@ -55,7 +55,7 @@ def own_load(engine: Engine) -> None:
     totals = engine._totals
 
     def before(*given: object) -> torch.Tensor:
-        here.append(routers.totals.clone().view(len(routers.layers), -1)[:, 3:])
+        here.append(routers.totals.clone().view(len(routers.layers), -1)[:, 4:])
         return totals(*given)
 
     engine._totals, routers.figures = before, figures
@@ -112,3 +112,17 @@ def test_planted_bug_of_experts_is_caught(plant: Callable[[Engine], None], prove
     layout, witness = PLANTED_IN_EXPERTS[plant]
     errors = prover.prove(Case(plant.__name__, layout, steps=2, model=EXPERTS), plant)
     assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
+
+
+def room_for_all(engine: Engine) -> None:
+    """A process drops none of its tokens."""
+    for block in engine.stages[0].model.blocks.values():
+        block.mlp.config = replace(block.mlp.config, expert_capacity_factor=0.0)
+
+
+def test_processes_drop_what_one_process_drops(prover: Prover) -> None:
+    """Of the same micro-batches; with room for all their losses are others, so some are dropped."""
+    (case,) = (one for one in prove_layouts.read_table() if one.name == "experts-dropping-shared-data-2-full")
+    case = replace(case, steps=2)
+    assert not prover.prove(case).beyond(case.bounds)
+    assert prover.prove(case, room_for_all).loss > 1e5 * BOUNDS["fp64"]["loss"]
