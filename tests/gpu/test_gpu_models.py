@@ -8,9 +8,11 @@ import pytest
 import torch
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.experts import Experts
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.train.loss import cross_entropy_sum
+from torch.nn import functional as F
 
 pytestmark = pytest.mark.gpu
 GPT_SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
@@ -91,3 +93,30 @@ def test_documents_apart_equal_separate_rows() -> None:
         packed = model.hidden(row, positions, document_ids)
         apart = torch.cat((model.hidden(row[:, :50]), model.hidden(row[:, 50:])), 1)
     assert (packed - apart).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [96, 92], ids=["grouped", "by-themselves"])
+@pytest.mark.parametrize("counts", [[70, 0, 129, 1], [0, 0, 0, 0]], ids=["uneven", "none"])
+def test_grouped_products_equal_a_loop(counts: list[int], size: int, bias: bool) -> None:
+    """Answers and every gradient of experts in bf16, one of them without a row, are those of plain products in float32
+    on the CPU; 92 numbers of bf16 are no multiple of 16 bytes, which torch's grouped products want.
+    """
+    config = GPTConfig(width=64, heads=4, experts=4, expert_width=size, gated=True, bias=bias)
+    rows = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        torch.manual_seed(3)
+        experts = Experts(config, F.silu)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+            parameter.data = parameter.data.bfloat16().float()
+        experts.to(device, dtype)
+        own = rows.to(device, dtype).requires_grad_()
+        answers = experts(own, torch.tensor(counts, device=device))
+        (answers * torch.linspace(-1, 1, 64, device=device, dtype=dtype)).sum().backward()
+        parts = [answers.detach(), own.grad, *(parameter.grad for parameter in experts.parameters())]
+        found.append([part.float().cpu() for part in parts])
+    for plain, grouped in zip(*found, strict=True):
+        bound = 3 * 2**-8 * max(plain.abs().max().item(), 1e-3) if plain.numel() else 0.0
+        torch.testing.assert_close(grouped, plain, rtol=0, atol=bound)
