@@ -53,7 +53,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     shape: Any = {"vocab_size": tokenizer.vocab_size, "sequence_length": 32, "layers": 2, "width": 32}
     shape |= {"heads": 2, "dropout": 0.0}
+    mixture = shape | {"norm": "rmsnorm", "bias": False, "activation": "silu", "gated": True, "tied": False}
+    mixture |= {"positions": "rotary", "mlp_width": 32, "experts": 4}
     made = {"bert": build(BERTConfig(**shape)), "gpt": build(GPTConfig(**shape))}
+    made["mixtral"] = build(GPTConfig(**mixture))
     for name, model in made.items():
         (folder / name).mkdir()
         write_model(model, tokenizer, (folder / "tokenizer.json").read_bytes(), folder / name)
@@ -203,6 +206,35 @@ def test_stopped_accumulated_and_shared_out_it_learns_the_same(
     again = weights("again")
     assert not home.exists()
     assert all(torch.equal(value, whole[name]) for name, value in again.items())
+
+
+def test_processes_that_share_experts_learn_what_one_does(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Responses, by a Mixtral whose experts two processes share, with the weights sharded and without."""
+    warm()
+    records, base = write_records("instruction", tmp_path, 70), bases | {"gpt": bases["mixtral"]}
+    found = []
+    for out, parallel in {
+        "one": {},
+        "shared": {"data": 2, "expert": 2},
+        "sharded": {"data": 2, "expert": 2, "sharding": "full"},
+    }.items():
+        recipe = recipe_for("instruction", base, records, epochs=2, learning_rate=1e-3, parallel=parallel)
+
+        def work(recipe: FinetuneRecipe = recipe, out: str = out) -> None:
+            torch.set_num_threads(1)
+            finetune(recipe, tmp_path / out)
+
+        run_ranks(recipe.parallel.data, work)
+        model = open_weights(tmp_path / out)[0]
+        assert model.config.experts == 4
+        found.append(dict(model.named_parameters()))
+    one, *others = found
+    before = dict(open_weights(bases["mixtral"])[0].named_parameters())
+    for shared in others:
+        for name, value in shared.items():
+            way = (one[name] - before[name]).norm()
+            assert 0 < (value - one[name]).norm() <= 1e-2 * way or torch.equal(value, one[name]), name
+            assert way > 0, name
 
 
 def test_what_cannot_be_learnt_leaves_nothing(bases: dict[str, Path], tmp_path: Path) -> None:
