@@ -50,6 +50,9 @@ TASKS = (
     "wikitext_2",
 )
 SHOTS = {"mmlu_astronomy": 5}  # the first records are the examples
+SHOTS |= {"mmlu/default/mmlu_anatomy.yaml": 5, "gsm8k/gsm8k.yaml": 5, "mmlu_pro/mmlu_pro_law.yaml": 5}
+SHOTS |= {"nq_open/nq_open.yaml": 5, "commonsense_qa/default.yaml": 2, "xnli/xnli_de.yaml": 3}
+PARTS = ("mmlu_astronomy",)  # of them what is timed
 QUICK, QUICK_RECORDS, QUICK_LAYERS = ("piqa",), 6, 1  # with --quick
 ARTICLES = 3  # WikiText articles stand for 200 records: 12,000 tokens
 MODELS = {
@@ -96,7 +99,7 @@ def write_records(folder: Path, shared: Path, limit: int | None) -> dict[str, in
     few = None if limit is None else SHOTS["mmlu_astronomy"] + max(2, limit // 8)
     rows["mmlu_astronomy"] = mmlu_form(shared)[:few]
     asked = {}
-    for name in (*TASKS, *SHOTS):
+    for name in (*TASKS, *PARTS):
         mine = rows[name][:ARTICLES] if name == "wikitext_2" and limit else rows[name]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
         choices = {"hellaswag": 4, "lambada_openai": 1, "wikitext_2": 1}
@@ -147,7 +150,8 @@ def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dic
 
 def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, Any]:
     """In the measured process: load, then tokenise and score one task."""
-    rows = [json.loads(line) for line in (records / f"{name}.jsonl").read_text().splitlines()]
+    plain = name.replace("/", "_")
+    rows = [json.loads(line) for line in (records / f"{plain}.jsonl").read_text().splitlines()]
     shots = SHOTS.get(name, 0)
     if side == "ours":
         from throughline.data.records import Record
@@ -162,13 +166,22 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
                 where = f"{name}{'-dev' * fewshot}"
                 return [Record(f"{where}:{number}", row) for number, row in enumerate(mine[:limit], 1)]
 
-        (task,) = find_tasks([name])
         scorer = open_scorer(model).scorer
+        settings = Settings(shots=shots or None)
+        if name.endswith(".yaml"):
+            held, settings = harness_task(name, rows, shots, records / "data", settings)
+        else:
+            (task,) = find_tasks([name])
+            held = Held(task.name, task.group, task.task, task.source, member=task.member)
         start = time.process_time()
-        held = Held(task.name, task.group, task.task, task.source, member=task.member)
-        (found,) = evaluate(scorer, [held], Settings(shots=shots or None))
+        (found,) = evaluate(scorer, [held], settings)
         answers = [
-            [packed[0] for answer in sample["answers"] for packed in answer] for sample in found.samples
+            [
+                one if isinstance(one, str) else one[0]
+                for answer in sample["answers"]
+                for one in listed(answer)
+            ]
+            for sample in found.samples
         ]
         metrics = {metric: value["value"] for metric, value in found.summary["metrics"].items()}
     else:
@@ -186,13 +199,31 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
             [one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in sample["resps"]]
             for sample in samples
         ]
-        metrics = {
-            key.removesuffix(",none"): value
-            for key, value in out["results"][names[name]].items()
-            if key.endswith(",none")
-        }
+        metrics = {key.removesuffix(",none"): value for key, value in out["results"][names[name]].items()}
     spent = time.process_time() - start
     return {"cpu_s": spent, "peak_bytes": peak_memory(), "metrics": metrics, "answers": answers}
+
+
+def listed(answer: Any) -> list[Any]:
+    """What was scored for one question; a written answer is one text."""
+    return [answer] if isinstance(answer, str) else answer
+
+
+def harness_task(name: str, rows: list[Any], shots: int, data: Path, settings: Any) -> tuple[Any, Any]:
+    """The harness's file as `--harness-task` reads it, and settings that find these records below `data`: of the
+    evaluated split, and of the examples'.
+    """
+    from dataclasses import replace
+
+    from throughline.eval.harness.reader import read_harness_task
+
+    (task,) = read_harness_task(beside_tests("harness").task_file(name), code=True)
+    source = task.source
+    folder = data / source.dataset.rpartition("/")[2] / (source.config or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, own in ((source.fewshot_split, rows[:shots]), (source.split, rows[shots:])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    return task, replace(settings, data_dir=data, draw="harness")
 
 
 def geometric(values: list[float]) -> float:
@@ -337,7 +368,7 @@ def main() -> None:
     details = {}
     for size in given.parts:
         shape = MODELS[size] | ({"n_layer": QUICK_LAYERS} if given.quick else {})
-        own = tuple(SHOTS) if size == "mmlu" else tasks
+        own = PARTS if size == "mmlu" else tasks
         more, rows = compare_model(size, shape, given.shared, pairs, measured, own, batches)
         claims += more
         details[size] = {"tasks": rows, "records": records, "pairs": pairs}

@@ -19,21 +19,28 @@ import argparse
 import bz2
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from common import existing, machine_facts, versions
 
-from eval import beside_tests, measure
+from eval import beside_tests, measure, score
 
 HERE = Path(__file__).parent
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 4096, "n_positions": 512}
-STEPS = {"random": 0, "trained": 600}
+STEPS = {"random": 0, "trained": 600, "long": 200, "llama": 200}
+FORMS = (
+    "long",
+    "llama",
+)  # the models that are asked the harness's files, whose answers may have 2,048 tokens
+LONG = {"n_positions": 4096}
+FORM_RECORDS = 24  # of each such file
 NOVELS, CHARACTERS = 12, 400_000  # text of the tokenizer and of the training: the first of so many novels
 BOUND_NATS, BOUND_RELATIVE = 1e-3, 1e-6
 BATCH = 16  # of the harness
@@ -48,14 +55,27 @@ def make_model(folder: Path, shared: Path, weights: str) -> Path:
     torch.set_num_threads(1)
     novels = sorted((shared / "data" / "novels").glob("*.bz2"))[:NOVELS]
     texts = [bz2.decompress(novel.read_bytes()).decode()[:CHARACTERS] for novel in novels]
-    return beside_tests("small").small_model(folder, "".join(texts), steps=STEPS[weights], **SHAPE)
+    shape = SHAPE | (LONG if weights in FORMS else {}) | ({"llama": True} if weights == "llama" else {})
+    return beside_tests("small").small_model(folder, "".join(texts), steps=STEPS[weights], **shape)
+
+
+def asked(shared: Path) -> dict[str, dict[str, list[Any]]]:
+    """weights -> task -> its records: all of the tasks whose data lie there; for the models of FORMS the harness's
+    files by records that are made of ARC's sentences.
+    """
+    records = beside_tests("hub").records(shared, None)
+    sentences = [row["question"] for row in records["arc_challenge"]]
+    made = beside_tests("harness_records")
+    forms = {name: made.told(name, FORM_RECORDS, sentences) for name in made.FILES}
+    return {weights: forms if weights in FORMS else records for weights in STEPS}
 
 
 def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str, Any]:
-    """One task by both, each in a process of its own."""
-    (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ours, theirs = (measure(side, task, model, folder, BATCH) for side in ("ours", "theirs"))
-    if task == "wikitext_2":  # a document's windows against its sum
+    """One task by both, each in a process of its own; a file of the harness, whose records are few, in this one."""
+    one = score if task.endswith(".yaml") else measure
+    (folder / f"{task.replace('/', '_')}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours, theirs = (one(side, task, model, folder, BATCH) for side in ("ours", "theirs"))
+    if task.startswith("wikitext"):  # a document's windows against its sum
         ours["answers"] = [[sum(windows)] for windows in ours["answers"]]
     both = [
         pair
@@ -71,12 +91,19 @@ def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str,
     return {"records": len(rows)} | judged(task, both, metrics) | {"cpu_s_ours_theirs": spent}
 
 
-def judged(task: str, both: list[tuple[float, float]], metrics: dict[str, list[float]]) -> dict[str, Any]:
-    """Whether the log-likelihoods (ours, theirs) are near enough and the accuracies the same."""
+def judged(task: str, both: list[tuple[Any, Any]], metrics: dict[str, list[float]]) -> dict[str, Any]:
+    """Whether the log-likelihoods (ours, theirs) are near enough, or all written answers the same, and the scores."""
+    if isinstance(both[0][0], str):
+        same = sum(a == b for a, b in both)
+        equal = bool(metrics) and all(a == b for a, b in metrics.values())
+        found = {"written": len(both), "written_alike": same, "metrics_ours_theirs": metrics}
+        return found | {"accuracies_equal": equal, "equal": equal and same == len(both)}
     worst = max(abs(a - b) for a, b in both)
     largest = max(abs(b) for _, b in both)
-    near = BOUND_RELATIVE * largest if task == "wikitext_2" else BOUND_NATS
-    equal = all(a == b for name, (a, b) in metrics.items() if name.startswith("acc"))
+    near = BOUND_RELATIVE * largest if task.startswith("wikitext") else BOUND_NATS
+    counted = {name: pair for name, pair in metrics.items() if name.startswith("acc") and "mc2" not in task}
+    equal = all(a == b for a, b in counted.values())
+    equal &= all(math.isclose(a, b, rel_tol=1e-4) for a, b in metrics.values())
     return {
         "loglikelihoods": len(both),
         "metrics_ours_theirs": metrics,
@@ -87,9 +114,14 @@ def judged(task: str, both: list[tuple[float, float]], metrics: dict[str, list[f
     }
 
 
-def open_points(line: dict[str, Any], tasks: Collection[str]) -> tuple[list[str], list[str]]:
+def open_points(line: dict[str, Any], tasks: Mapping[str, Collection[str]]) -> tuple[list[str], list[str]]:
     """(weights and task that were not scored, those in which the two differ)."""
-    left = [f"{name} {task}" for name in STEPS for task in tasks if task not in line["models"].get(name, {})]
+    left = [
+        f"{name} {task}"
+        for name, listed in tasks.items()
+        for task in listed
+        if task not in line["models"].get(name, {})
+    ]
     scored = line["models"].items()
     return left, [f"{name} {task}" for name, found in scored for task in found if not found[task]["equal"]]
 
@@ -105,12 +137,13 @@ def main() -> int:
     )
     options.add_argument("--models", type=Path, help="directory that keeps the models")
     options.add_argument("--only", help="one task")
+    options.add_argument("--weights", choices=STEPS, nargs="+", default=list(STEPS), help="only these models")
     given = options.parse_args()
     if given.shared is None:
         options.error("give the directory that holds data/")
     shared = Path(given.shared)
     end = time.monotonic() + 60 * given.minutes
-    rows = beside_tests("hub").records(shared, None)
+    rows = asked(shared)
     line: dict[str, Any] = {
         "proof": "eval_parity",
         "claims": [],
@@ -123,9 +156,9 @@ def main() -> int:
         line = json.loads(given.out.read_text())["eval_parity"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for weights in STEPS:
+        for weights in given.weights:
             done = line["models"].setdefault(weights, {})
-            missing = [task for task in rows if task not in done and given.only in (None, task)]
+            missing = [task for task in rows[weights] if task not in done and given.only in (None, task)]
             if not missing or time.monotonic() > end:
                 continue
             model = make_model((given.models or folder) / weights, shared, weights)
@@ -137,7 +170,7 @@ def main() -> int:
             for task in missing:
                 if time.monotonic() > end:
                     break
-                done[task] = compared(task, rows[task], model, folder)
+                done[task] = compared(task, rows[weights][task], model, folder)
                 print(f"{weights} {task}: {done[task]}", file=sys.stderr, flush=True)
                 line |= {
                     "machine": machine_facts(),

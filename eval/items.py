@@ -248,20 +248,17 @@ class Chat:
     delimiter: str
     multiturn: bool
 
-    def of(self, item: Item, said: str, examples: Sequence[Item], separator: str) -> Item:
-        """The item with the description and its examples before it."""
+    def of(self, item: Item, said: str, examples: Sequence[Item], separator: str, fixed: bool) -> Item:
+        """The item with the description and its examples before it; `fixed`: they are those of the whole task."""
         turns = [("system", said)] if said else []
         before = "" if self.multiturn else "".join(one.example + separator for one in examples)
         for one in examples if self.multiturn else ():
             turns += [("user", one.pairs[one.gold][0]), ("assistant", self._answer(one, one.gold))]
-        pairs = [
-            (
-                chat_text(self.template, [*turns, ("user", before + context)]),
-                self.template.plain(self._answer(item, place)),
-            )
-            for place, (context, _) in enumerate(item.pairs)
-        ]
-        return replace(item, pairs=tuple(pairs), text=self.template.plain(item.text))
+        asked = [chat_text(self.template, [*turns, ("user", before + context)]) for context, _ in item.pairs]
+        answers = [self.template.plain(self._answer(item, place)) for place in range(len(asked))]
+        same = asked[0].rfind(item.context.strip()) if fixed and asked else 0
+        text = self.template.plain(item.text)
+        return replace(item, pairs=tuple(zip(asked, answers)), text=text, before=max(0, same))
 
     def _answer(self, item: Item, place: int) -> str:
         answer = item.pairs[place][1]
@@ -304,11 +301,12 @@ def with_examples(
     for item, picks, place in zip(items, picked, own):
         said = template(description).render(item.data) if description else ""
         shown = [source[place] for place in picks]
+        fixed = draw.first and place is None
         if chat is not None:
-            made.append(chat.of(item, said, shown, separator))
+            made.append(chat.of(item, said, shown, separator, fixed))
             continue
         before = said + "".join(one.example + separator for one in shown)
-        same = len(before) if draw.first and place is None else 0
+        same = len(before) if fixed else 0
         pairs = tuple((before + context, answer) for context, answer in item.pairs)
         made.append(replace(item, pairs=pairs, before=same))
     return made

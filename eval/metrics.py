@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -67,9 +68,13 @@ def _mcc(rows: Rows) -> np.ndarray:
     return np.divide(both, spread, out=np.zeros(np.shape(both)), where=spread > 0)
 
 
-MEANS = "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10 pass@1"
+MEANS = (
+    "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10 pass@1 "
+    "prompt_level_strict_acc prompt_level_loose_acc"
+)
 METRICS: dict[str, Metric] = {
     **dict.fromkeys(MEANS.split(), Metric(_mean, mean=True)),
+    **dict.fromkeys(("inst_level_strict_acc", "inst_level_loose_acc"), Metric(_per_unit, "instruction")),
     "brier_score": Metric(_mean, higher=False, mean=True),
     "mcc": Metric(_mcc),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
@@ -93,7 +98,8 @@ def metric_of(name: str) -> Metric:
 def aggregate(how: str | Metric, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """(value, standard error) over records: sd / sqrt(n) of a mean, else by bootstrap (seed 0); None for one record."""
     metric = metric_of(how) if isinstance(how, str) else how
-    rows = np.asarray(outcomes, np.float64)
+    # of lines of several lengths, which only a harness's own function reads, the shorter end in NaN
+    rows = np.array(list(zip_longest(*outcomes, fillvalue=math.nan)), np.float64).T
     value = float(metric.aggregate(rows))
     if len(rows) < 2:
         return value, None

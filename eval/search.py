@@ -200,10 +200,12 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def classified(vectors_NH: np.ndarray, labels_N: np.ndarray, known: int) -> float:
-    """Mean accuracy behind the first `known` rows over DRAWS training sets of them, drawn as MTEB draws."""
-    generator, order, found = np.random.RandomState(42), np.arange(known), []
+    """Mean accuracy behind the first `known` rows over DRAWS training sets of them, drawn as MTEB draws: by one
+    permutation, applied again and again.
+    """
+    order, found = np.arange(known), []
     for _ in range(DRAWS):
-        generator.shuffle(order)
+        np.random.RandomState(42).shuffle(order)
         drawn = [order[labels_N[order] == label][:EXAMPLES] for label in range(labels_N.max() + 1)]
         picked = np.concatenate(drawn)
         answers = regression(vectors_NH[picked], labels_N[picked], vectors_NH[known:])

@@ -15,6 +15,7 @@ from ..data.records import KNOWN, Record, find_files, hub_records, read_records,
 from .items import expression
 from .kinds.choices import LogLikelihood, MultipleChoice, Partial
 from .kinds.core import Core
+from .kinds.instructions import Instructions
 from .kinds.kind import Kind
 from .kinds.masks import Cloze, Masked
 from .kinds.program import Program
@@ -35,6 +36,7 @@ KINDS: dict[str, type[Kind]] = {
     "masked": Masked,
     "core": Core,
     "program": Program,
+    "instructions": Instructions,
 }
 
 

@@ -120,10 +120,13 @@ def test_parity_is_refused_where_it_does_not_hold() -> None:
     same; a task that was not scored is open.
     """
     parity = script("benchmarks/eval_parity.py")
-    same = {"acc": [0.5, 0.5], "perplexity": [10.0, 10.01]}
+    same = {"acc": [0.5, 0.5], "perplexity": [10.0, 10.0005]}
     assert parity.judged("piqa", [(-5.0, -5.0009), (-7.0, -7.0)], same)["equal"]
     assert not parity.judged("piqa", [(-5.0, -5.0011), (-7.0, -7.0)], same)["equal"]
     assert not parity.judged("piqa", [(-5.0, -5.0)], same | {"acc_norm": [0.5, 0.51]})["equal"]
+    assert not parity.judged("piqa", [(-5.0, -5.0)], same | {"perplexity": [10.0, 10.01]})["equal"]
+    assert parity.judged("gsm8k", [("so 4", "so 4")], {"exact_match": [1.0, 1.0]})["equal"]
+    assert not parity.judged("gsm8k", [("so 4", "so 5")], {"exact_match": [0.0, 0.0]})["equal"]
     assert parity.judged("wikitext_2", [(-9000.0, -9000.008)], same)["equal"]
     assert not parity.judged("wikitext_2", [(-9000.0, -9000.01)], same)["equal"]
     line = {
@@ -132,7 +135,8 @@ def test_parity_is_refused_where_it_does_not_hold() -> None:
             "trained": {"piqa": {"equal": True}},
         }
     }
-    assert parity.open_points(line, ["piqa", "copa"]) == (["trained copa"], ["random copa"])
+    tasks = {weights: ["piqa", "copa"] for weights in ("random", "trained")}
+    assert parity.open_points(line, tasks) == (["trained copa"], ["random copa"])
 
 
 def test_a_run_that_leaves_out_a_claim_says_so() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,19 +196,29 @@ def by_function(
             results = [(one[0], one[1] == one[2]) for part in found for one in part]
         if kind.probabilities and item.text:  # a document's windows are one answer
             results = [sum(value for value, _ in results)]
-        return {name: _numbers(value) for name, value in process(item.data, results).items()}
+        made = process(item.data, results)
+        return {name: _numbers(value, name in sums) for name, value in made.items()}
 
     def metric(self: Kind, name: str) -> Metric:
         if name not in sums:
             return kind.metric(self, name)
         own = sums[name]
-        return Metric(lambda rows: np.asarray(own([row[0] if len(row) == 1 else list(row) for row in rows])))
+
+        def summed(rows: np.ndarray) -> np.ndarray:
+            if rows.ndim > 2:  # one after another of the bootstrap's resamples
+                return np.array([summed(one) for one in rows])
+            return np.asarray(own([row[0] if len(row) == 1 else list(row[~np.isnan(row)]) for row in rows]))
+
+        return Metric(summed)
 
     return type(f"{kind.__name__}ByFunction", (kind,), {"outcome": outcome, "metric": metric})
 
 
-def _numbers(value: Any) -> list[float]:
-    return [float(one) for one in value] if isinstance(value, list | tuple | np.ndarray) else [float(value)]
+def _numbers(value: Any, summed: bool) -> list[float]:
+    """Of a list that a task's own function sums up, a NaN marks the end, for one of one number is a list too."""
+    if not isinstance(value, list | tuple | np.ndarray):
+        return [float(value)]
+    return [float(one) for one in value] + [math.nan] * summed
 
 
 @dataclass(frozen=True)

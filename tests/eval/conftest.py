@@ -1,5 +1,6 @@
 """Small random models and the shipped tokenizers for the tests of evaluation."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from throughline.data.tokenizer import Tokenizer
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
+
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside the tests
 
 LLAMA = {
     "positions": "rotary",

@@ -45,6 +45,8 @@ def task_file(name: str) -> Path:
     import lm_eval
 
     folder = Path(lm_eval.__file__).parent / "tasks"
+    if name.endswith(".yaml"):
+        return folder / name
     assert name in FILES or name.startswith("blimp_"), (
         f"FILES in {Path(__file__).name} names no file for {name}"
     )
@@ -64,12 +66,15 @@ def load(
     folder.mkdir(parents=True, exist_ok=True)
     names = {}
     for name, rows in records.items():
-        files = {"test": folder / f"{name}.json"} | ({"dev": folder / f"{name}.dev.json"} if examples else {})
+        plain = name.removesuffix(".yaml").replace("/", "_")
+        files = {"test": folder / f"{plain}.json"} | (
+            {"dev": folder / f"{plain}.dev.json"} if examples else {}
+        )
         for file, own in zip(files.values(), (rows[examples:], rows[:examples])):
             file.write_text("".join(json.dumps(row) + "\n" for row in own))
         made = {
             "include": str(task_file(name)),
-            "task": f"local_{name}",
+            "task": f"local_{plain}",
             "dataset_path": "json",
             "dataset_name": None,
             "dataset_kwargs": {"data_files": {split: str(file) for split, file in files.items()}},
@@ -79,7 +84,7 @@ def load(
             "fewshot_split": "dev" if examples else "test",
         }
         names[name] = made["task"]
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(made))
+        (folder / f"{plain}.yaml").write_text(yaml.safe_dump(made))
     return TaskManager(include_path=str(folder), include_defaults=False), names
 
 

@@ -157,3 +157,20 @@ CODE: dict[str, Any] = {
     "wikitext/wikitext.yaml": lambda n: {"page": f" = Title {n} = \n\n The king @-@ like {n} , he said . "},
 }
 FILES = PLAIN | CODE
+
+
+class Told(int):
+    """A number that spells a sentence where a text is made of it, so that made records are as long as real ones."""
+
+    sentences: tuple[str, ...] = ()
+
+    def __format__(self, spec: str) -> str:
+        return (
+            f"{int(self)}, {self.sentences[self % len(self.sentences)]}" if self.sentences else str(int(self))
+        )
+
+
+def told(name: str, count: int, sentences: list[str]) -> list[dict[str, Any]]:
+    """So many records of a file's form with these sentences in their texts."""
+    kind = type("ToldOf", (Told,), {"sentences": tuple(sentences)})
+    return [FILES[name](kind(number)) for number in range(count)]

@@ -10,14 +10,18 @@ import torch
 from torch.nn import functional as F
 
 SHAPE = {"vocab_size": 2000, "n_layer": 2, "n_head": 2, "n_embd": 48, "n_positions": 512}
+LLAMA = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+LLAMA |= {"n_embd": "hidden_size", "n_positions": "max_position_embeddings"}
 BATCH = (16, 65)  # rows, tokens
 LEARNED = (50, 0.92)  # from this step on the loss is below this share of the uniform guess's
 
 
-def small_model(folder: Path, text: str, *, steps: int, **shape: int) -> Path:
-    """A GPT-2 with a vocabulary of its own on `text`, trained on it for a few steps or not at all."""
+def small_model(folder: Path, text: str, *, steps: int, llama: bool = False, **shape: int) -> Path:
+    """A GPT-2, or a Llama of its sizes, with a vocabulary of its own on `text`, trained on it for a few steps or not
+    at all.
+    """
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     shape = SHAPE | shape
     tokenizer = ByteLevelBPETokenizer()
@@ -28,7 +32,12 @@ def small_model(folder: Path, text: str, *, steps: int, **shape: int) -> Path:
         show_progress=False,
     )
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    if llama:
+        sizes = {LLAMA[name]: size for name, size in shape.items()}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **ends, intermediate_size=2 * shape["n_embd"]))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(**shape, **ends))
     ids = torch.tensor(tokenizer.encode(text).ids)
     train(model, ids, steps)
     model.save_pretrained(folder)

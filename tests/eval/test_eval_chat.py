@@ -1,11 +1,12 @@
 """Questions in a model's chat template equal lm-evaluation-harness's: what is asked, scored and written."""
 
-import importlib.util
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
+import small
 from throughline.core.errors import WrongUse
 from throughline.data.records import Record
 from throughline.eval.asked import Asked, Settings
@@ -42,15 +43,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def _beside(name: str) -> Any:
-    """A helper file of this directory (pytest's importlib mode gives test directories no package)."""
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[f"eval_{name}"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 class Held(BoundTask):
     """A task over the records above."""
 
@@ -63,7 +55,7 @@ def chat_model(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer
 
     text = (samples / "tinyshakespeare" / "input.txt").read_text()[:20_000]
-    path = _beside("small").small_model(tmp_path_factory.mktemp("chat") / "model", text, steps=0)
+    path = small.small_model(tmp_path_factory.mktemp("chat") / "model", text, steps=0)
     made = Tokenizer.from_file(str(path / "tokenizer.json"))
     assert made.get_vocab_size() < 1990
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -102,7 +94,7 @@ def test_chats_equal_the_harness(
     how["gen_kwargs"] = {"max_gen_toks": 8}
     adapted = ThroughlineLM(str(chat_model), **({} if bos is None else {"bos": bos}))
     for number, model in enumerate((chat_model, adapted)):
-        theirs = _beside("harness").scores(tmp_path / str(number), rows, model, **how)
+        theirs = harness.scores(tmp_path / str(number), rows, model, **how)
         for name, samples in ours.items():
             for sample, wanted in zip(samples, theirs[name]["answers"], strict=True):
                 if isinstance(sample["answers"][0], str):
@@ -110,6 +102,36 @@ def test_chats_equal_the_harness(
                     continue
                 found = [packed[0] for packed in sample["answers"][0]]
                 assert found == pytest.approx([one[0][0] for one in wanted], abs=1e-3), name
+
+
+@pytest.mark.parametrize("multiturn", [True, False])
+def test_fixed_examples_of_a_chat_are_shared(
+    chat_model: Path, multiturn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions begin with the same tokens, which are computed once; the answers are those of each alone."""
+
+    class WithExamples(Held):
+        def records(self, data_dir: Any, limit: int | None, *, fewshot: bool = False) -> list[Record]:
+            found = super().records(data_dir, limit)
+            return [replace(one, where=f"examples {one.where}") for one in found] if fewshot else found
+
+    (chat_model / "chat_template.jinja").write_text(TURNS)
+    scorer = open_scorer(chat_model, ScorerOptions(apply_chat_template=True)).scorer
+    (bound,) = find_tasks([next(iter(ROWS))])
+    task = bound.task.model_copy(update={"first": True})
+    source = bound.source.model_copy(update={"fewshot_files": ["held"]})
+    settings = Settings(shots=2, fewshot_as_multiturn=multiturn)
+    held = WithExamples(bound.name, bound.group, task, source)
+    questions = Asked(scorer, held, settings).asks
+    (trunk,) = {question.trunk for question in questions}
+    assert 2 * len(trunk) > len(questions[0].pairs[0][0])
+    (shared,) = evaluate(scorer, [held], settings)
+    monkeypatch.setattr(scorer.reader, "shares", False)
+    assert not any(question.shared for question in Asked(scorer, held, settings).asks)
+    (alone,) = evaluate(scorer, [held], settings)
+    for one, other in zip(shared.samples, alone.samples, strict=True):
+        both = [[packed[0] for packed in sample["answers"][0]] for sample in (one, other)]
+        assert both[0] == pytest.approx(both[1], abs=1e-4)
 
 
 def test_a_chat_that_cannot_be_is_refused(chat_model: Path, small_directory: Path) -> None:

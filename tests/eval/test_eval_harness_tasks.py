@@ -1,12 +1,12 @@
 """Task files of lm-evaluation-harness, read unchanged, ask what the harness asks, and score as it scores."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness_records import CODE, FILES
+from small import small_model
 from throughline.core.errors import WrongUse
 from throughline.eval.asked import Asked, Settings
 from throughline.eval.harness.reader import read_harness_task
@@ -16,19 +16,6 @@ from throughline.eval.task import find_tasks
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 TASKS = Path(lm_eval.__file__).parent / "tasks"
-
-
-def _beside(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[f"eval_{name}"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-small_model = _beside("small").small_model
-records = _beside("harness_records")
-CODE, FILES = records.CODE, records.FILES
 
 
 # our task -> the harness's file that it says in other words

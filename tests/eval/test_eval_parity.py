@@ -2,7 +2,6 @@
 everything offline.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import harness
+import hub
 import pytest
+from small import small_model
 from throughline.core.errors import WrongUse
 from throughline.data.records import Record
 from throughline.eval.asked import Settings
@@ -20,18 +22,6 @@ from throughline.eval.task import BoundTask, find_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 RECORDS = int(os.environ.get("THROUGHLINE_PARITY_RECORDS", "200"))
-
-
-def _beside(name: str) -> Any:
-    """A helper file of this directory (pytest's importlib mode gives test directories no package)."""
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[f"eval_{name}"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, hub, small_model = _beside("harness"), _beside("hub"), _beside("small").small_model
 
 
 class Held(BoundTask):

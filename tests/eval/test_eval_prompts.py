@@ -2,27 +2,17 @@
 the hub's schema.
 """
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 from throughline.data.records import Record
 from throughline.eval.items import Draw, Item, with_examples
 from throughline.eval.task import find_tasks, load_task, shipped_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
-
-
-def _harness():
-    """tests/eval/harness.py (pytest's importlib mode gives test directories no package)."""
-    spec = importlib.util.spec_from_file_location("eval_harness", Path(__file__).with_name("harness.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["eval_harness"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 NLI = {"premise": "It's raining; nobody is out.", "hypothesis": "Somebody is out."}
@@ -150,7 +140,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return _harness().requests(tmp_path_factory.mktemp("harness"), RECORDS)
+    return harness.requests(tmp_path_factory.mktemp("harness"), RECORDS)
 
 
 def our_items(name: str) -> list[Item]:
@@ -202,7 +192,7 @@ def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
                 if key in other
             )
             two[name] = [one, other | {key: f"Also {other[key]}"}]
-    asked = _harness().requests(tmp_path, two, shots=1)
+    asked = harness.requests(tmp_path, two, shots=1)
     for name, records in two.items():
         (bound,) = find_tasks([name])
         items = bound.kind.items(
@@ -242,5 +232,5 @@ def test_every_task_of_the_harness_is_checked_or_run() -> None:
     for file, begin in (("harness_tasks", "SHIPPED = {"), ("programs", "PROGRAMS: dict[str, Any] = {")):
         compared = Path(__file__).with_name(f"test_eval_{file}.py").read_text().partition(begin)[2]
         names += re.findall(r'^    "(\w+)": ', compared.partition("\n}\n")[0], re.MULTILINE)
-    covered.add("squad_completion")  # above
+    covered |= {"squad_completion", "ifeval"}  # above, and in test_eval_instructions.py
     assert ours == covered | {bound.group or bound.name for bound in find_tasks(names)}
