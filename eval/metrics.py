@@ -68,10 +68,8 @@ def _mcc(rows: Rows) -> np.ndarray:
     return np.divide(both, spread, out=np.zeros(np.shape(both)), where=spread > 0)
 
 
-MEANS = (
-    "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10 pass@1 "
-    "prompt_level_strict_acc prompt_level_loose_acc"
-)
+MEANS = "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10 pass@1"
+MEANS += " prompt_level_strict_acc prompt_level_loose_acc"
 METRICS: dict[str, Metric] = {
     **dict.fromkeys(MEANS.split(), Metric(_mean, mean=True)),
     **dict.fromkeys(("inst_level_strict_acc", "inst_level_loose_acc"), Metric(_per_unit, "instruction")),

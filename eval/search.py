@@ -200,12 +200,10 @@ def spearman(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def classified(vectors_NH: np.ndarray, labels_N: np.ndarray, known: int) -> float:
-    """Mean accuracy behind the first `known` rows over DRAWS training sets of them, drawn as MTEB draws: by one
-    permutation, applied again and again.
-    """
+    """Mean accuracy behind the first `known` rows over DRAWS training sets of them, drawn as MTEB draws."""
     order, found = np.arange(known), []
     for _ in range(DRAWS):
-        np.random.RandomState(42).shuffle(order)
+        np.random.RandomState(42).shuffle(order)  # one permutation, again and again
         drawn = [order[labels_N[order] == label][:EXAMPLES] for label in range(labels_N.max() + 1)]
         picked = np.concatenate(drawn)
         answers = regression(vectors_NH[picked], labels_N[picked], vectors_NH[known:])
@@ -215,11 +213,8 @@ def classified(vectors_NH: np.ndarray, labels_N: np.ndarray, known: int) -> floa
 
 def regression(known_NH: np.ndarray, labels_N: np.ndarray, asked_MH: np.ndarray) -> np.ndarray:
     """The labels (M,) by logistic regression with the penalty of scikit-learn (C = 1; two labels have one weight)."""
-    known, labels, classes = (
-        torch.from_numpy(known_NH).double(),
-        torch.from_numpy(labels_N),
-        labels_N.max() + 1,
-    )
+    known, labels = torch.from_numpy(known_NH).double(), torch.from_numpy(labels_N)
+    classes = labels_N.max() + 1
     weight, bias = (torch.zeros(*size, classes).double().requires_grad_() for size in ((known.shape[1],), ()))
     descent = torch.optim.LBFGS([weight, bias], 1, 500, line_search_fn="strong_wolfe")
 

@@ -196,8 +196,7 @@ def by_function(
             results = [(one[0], one[1] == one[2]) for part in found for one in part]
         if kind.probabilities and item.text:  # a document's windows are one answer
             results = [sum(value for value, _ in results)]
-        made = process(item.data, results)
-        return {name: _numbers(value, name in sums) for name, value in made.items()}
+        return {name: _numbers(value, name in sums) for name, value in process(item.data, results).items()}
 
     def metric(self: Kind, name: str) -> Metric:
         if name not in sums:

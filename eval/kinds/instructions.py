@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ...core.errors import MissingExtra, WrongUse
 from ..items import Form, Item
 from .kind import Outcome
@@ -25,10 +27,8 @@ class Instructions(GenerateUntil):
         return Item(form.where, ((form.text("context"), ""),), data=form.data)
 
     def outcome(self, item: Item, found: Sequence[Any]) -> Outcome:
-        made = followed()(item.data, found)
-        made = {name: value if isinstance(value, list) else [value] for name, value in made.items()}
-        counts = {name: [float(sum(each)), float(len(each))] for name, each in made.items()}
-        return {name: both if name.startswith("inst") else both[:1] for name, both in counts.items()}
+        made = {name: np.atleast_1d(value) for name, value in followed()(item.data, found).items()}
+        return {name: [float(each.sum()), float(len(each))] for name, each in made.items()}
 
 
 @cache
@@ -43,8 +43,7 @@ def followed() -> Callable[[Any, Sequence[str]], dict[str, Any]]:
     except ImportError as error:
         raise MissingExtra(str(error.name), "IFEval", "lm_eval langdetect immutabledict nltk") from error
     except LookupError as error:
-        why = "it needs nltk's punkt_tab, which is not here"
         fix = "python -m nltk.downloader punkt_tab, or name its place in NLTK_DATA"
-        raise WrongUse("IFEval cannot count sentences", why=why, fix=fix) from error
+        raise WrongUse("IFEval needs nltk's punkt_tab, which is not here", fix=fix) from error
     langdetect.DetectorFactory.seed = 0  # it guesses at random otherwise
     return process_results
