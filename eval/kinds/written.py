@@ -17,7 +17,7 @@ PLAIN = "none"  # the chain of filters whose name stands beside no metric
 class GenerateUntil(Kind):
     """Text that the model writes: its filters make it ready to be compared with the accepted ones."""
 
-    needs = ("context", "answers")
+    needs: tuple[str, ...] = ("context", "answers")
     metrics: tuple[str, ...] = ("exact_match", "f1_words", "contains")
     probabilities = False
     asked = Kind.asked | {"filters", "exact_match"}
