@@ -49,6 +49,7 @@ NANOGPT = [  # the command of its README for a CPU
     "--dropout=0.0",
 ]
 LIKE_NANOGPT = {
+    "model.preset": "gpt-shakespeare",
     "train.precision": "fp32",
     "train.batch_rows": "12",
     "train.compile": "off",

@@ -24,7 +24,7 @@ class GPTConfig(TransformerConfig):
     tied: bool = True  # the output matrix is the token table
     # where there are biases, if not everywhere as `bias` says
     linear_bias: Literal["usual", "qkv", "attention", "mlp"] = "usual"
-    qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of each query and key head, or of all
+    qk_norm: Literal["none", "head", "whole"] = "none"  # norm of each query and key head, or of all at once
     kv_latent: int = 0  # latent attention: numbers that a token's keys and values are made of; 0: none
     q_latent: int = 0  # that its queries are made of
     # of a head with kv_latent; 0: the head width, of which `rope_width` numbers are turned
@@ -77,7 +77,7 @@ class GPTConfig(TransformerConfig):
         problems = super().validate()
         if problems:
             return problems
-        rms_only = (self.qk_norm != "none" or self.norm_from_one) and self.norm != "rmsnorm"
+        rms_only = (self.qk_norm == "whole" or self.norm_from_one) and self.norm != "rmsnorm"
         parallel = self.residual != "sequential" and self.norm_place != "before"
         latent, plain = self.kv_latent > 0, self.key_value_heads == self.heads and self.qk_norm == "none"
         plain = plain and not self.has_bias("qkv") and not self.norm_from_one
@@ -91,7 +91,7 @@ class GPTConfig(TransformerConfig):
             (latent and not turned, "kv_latent goes with rotary positions and a rope_width below the head's"),
             (self.value_size > self.head_size, f"value_width must be at most the head's {self.head_size}"),
             (self.output_bias and self.tied, "output_bias is an output matrix's: with tied there is none"),
-            (rms_only, f"qk_norm and norm_from_one are of RMS norms, not {self.norm}"),
+            (rms_only, f"qk_norm = whole and norm_from_one are of RMS norms, not {self.norm}"),
             (parallel, f"a {self.residual} residual has its norms before the branches"),
             (self.attention_softcap and self.dropout, "attention_softcap has no kernel with dropout"),
             (self.attention_sinks and self.dropout, "attention_sinks have no kernel with dropout"),
@@ -128,9 +128,12 @@ class GPTConfig(TransformerConfig):
 
     def block_norm_parameters(self) -> int:
         norms = {"before": 2, "after": 2, "around": 4}[self.norm_place] - (self.residual == "shared")
-        scales = {"none": 0, "head": 2, "whole": self.heads + self.key_value_heads}[self.qk_norm]
-        scales = scales * self.head_size + self.kv_latent + self.q_latent
-        return norms * self.norm_parameters() + scales + self.heads * self.attention_sinks
+        scales = self.kv_latent + self.q_latent + self.heads * self.attention_sinks
+        if self.qk_norm == "head":
+            scales += 2 * self.norm_parameters(self.head_size)
+        elif self.qk_norm == "whole":
+            scales += (self.heads + self.key_value_heads) * self.head_size
+        return norms * self.norm_parameters() + scales
 
     def parameter_count(self) -> int:
         """Parameters of the built model; a tied output matrix counts once."""
@@ -182,7 +185,7 @@ class BERTConfig(TransformerConfig):
 
     vocab_size: int = 30522
     sequence_length: int = 512
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"] = "gelu"
     norm_epsilon: float = 1e-12
     norm_first: bool = False  # True: Megatron's pre-norm order, a final norm and none on the embeddings
     token_types: int = 2  # 0: no segment table

@@ -12,7 +12,7 @@ from .config import BERTConfig, GPTConfig, ModelConfig
 from .families import Family, families, ignored
 
 Fields = dict[str, Any]
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu"}
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
 THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}

@@ -41,10 +41,18 @@ def make_norm(config: TransformerConfig, size: int = 0) -> nn.Module:
     return nn.LayerNorm(size, eps=config.norm_epsilon, bias=config.bias)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """ReLU squared (So et al. 2021, Primer)."""
+    positive = F.relu(x)
+    return positive * positive  # square()'s backward is a power: two and a half times the time on a CPU
+
+
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """The activation that a config names."""
     if name in ("silu", "relu"):
         return F.silu if name == "silu" else F.relu
+    if name == "relu2":
+        return squared_relu
     approximate = "tanh" if name == "gelu_tanh" else "none"
     return lambda x: F.gelu(x, approximate=approximate)
 

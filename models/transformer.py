@@ -117,7 +117,7 @@ class TransformerConfig:
     kv_heads: int = 0  # 0: one per head; fewer: grouped-query attention; 1: multi-query
     head_width: int = 0  # 0: width / heads
     mlp_width: int = 0  # 0: 4 x width
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"] = "gelu_tanh"
     gated: bool = False  # down(activation(gate(x)) * up(x)): SwiGLU, GeGLU and their kin
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_epsilon: float = 1e-5
@@ -196,7 +196,7 @@ class TransformerConfig:
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         later = list(fields)[list(fields).index("position_offset") :]
         used = [name for name in later if name not in PLAIN and getattr(self, name) != fields[name]]
-        used += ["activation"] if self.activation == "relu" else []
+        used += ["activation"] if self.activation in ("relu", "relu2") else []
         used += ["positions"] if self.positions not in self.plain_positions else []
         return [name for name in used if name not in known]
 

@@ -15,7 +15,7 @@ from ..core.errors import MissingExtra, WrongUse
 from ..data.dataset import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
-from ..models.init import initial_values
+from ..models.init import RESIDUAL, initial_values
 from ..planner.layout import ZERO_BUBBLE, Layout
 from ..planner.tables import Box
 from .checkpoints.weights_in import adopt, check_tokens, open_weights, start_from
@@ -56,10 +56,12 @@ class RunPlan:
         if where := self.recipe.model.init_from:
             start_from(adopt(open_weights(where)[0], self.config, where), engine)
         else:
-            engine.fill(partial(self._first_value, engine) if self.recipe.model.base_width else None)
+            engine.fill(partial(self._first_value, engine))
 
     def _first_value(self, engine: Engine, name: str, box: Box) -> torch.Tensor:
         shape, seed = torch.Size(engine.shapes[name]), self.recipe.train.seed
+        if self.recipe.model.zero_projections and name.endswith(RESIDUAL):
+            return torch.zeros(box.size)
         share = width_factor(name, len(shape), self.recipe, engine)
         values = initial_values(name, shape, self.config, seed, box.slices())
         return values * (share if name == "output.weight" else math.sqrt(share))

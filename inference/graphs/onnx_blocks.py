@@ -119,8 +119,9 @@ class Blocks:
         graph = self.graph
         if self.config.activation == "silu":
             return graph.node("Mul", x, graph.node("Sigmoid", x))
-        if self.config.activation == "relu":
-            return graph.node("Relu", x)
+        if self.config.activation.startswith("relu"):
+            positive = graph.node("Relu", x)
+            return graph.node("Mul", positive, positive) if self.config.activation == "relu2" else positive
         tanh = self.config.activation == "gelu_tanh"
         if graph.opset >= 20:
             return graph.node("Gelu", x, approximate="tanh" if tanh else "none")

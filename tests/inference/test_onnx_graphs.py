@@ -46,7 +46,7 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
         {"positions": "rotary", "rope_width": 4, "residual": "parallel", "activation": "relu"},
         {"positions": "rotary", "rope_width": 4, "residual": "shared", "linear_bias": "mlp"}
         | {"output_bias": True, "tied": False, "kv_heads": 2},
-        {"position_offset": 2},
+        {"position_offset": 2, "activation": "relu2", "qk_norm": "head"},
         {"attention_window": 9, "embedding_norm": True},
         GEMMA,
         BLOOM,

@@ -120,6 +120,7 @@ DECODERS = {  # our fields, and the `model_type` there
         "gptj",
     ),
     "opt": (TINY | {"activation": "relu", "position_offset": 2, "mlp_width": 80}, "opt"),
+    "relu-squared": (LIKE_LLAMA | {"activation": "relu2"}, "llama"),
     "bloom": (TINY | {"positions": "alibi", "embedding_norm": True, "heads": 6}, "bloom"),
     "starcoder2": (TINY | WINDOW | {"positions": "rotary", "kv_heads": 2, "mlp_width": 80}, "starcoder2"),
 }

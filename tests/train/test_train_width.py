@@ -1,4 +1,6 @@
-"""A rate stays right when a model grows wider: the coordinate check of muP (Yang et al. 2022, appendix D.1)."""
+"""First values that a recipe asks for. A rate stays right when a model grows wider: the coordinate check of muP (Yang
+et al. 2022, appendix D.1). Blocks begin as nothing where their projections are 0.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,3 +51,31 @@ def test_a_wider_model_moves_as_far(make_plan: Callable[..., RunPlan]) -> None:
 def test_what_it_is_not_for_is_refused(make_plan: Callable[..., RunPlan], sections: dict[str, Any]) -> None:
     with pytest.raises(WrongUse, match="base_width"):
         make_plan(**sections)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_blocks_begin_as_nothing(make_plan: Callable[..., RunPlan], optimizer: str) -> None:
+    """Before the first step what leaves the blocks is what entered them, and a step moves the projections and what is
+    outside the blocks: what is before a projection has no gradient while it is 0.
+    """
+    model = {"zero_projections": True}
+    plan = make_plan(model=model, optimizer={"name": optimizer, "weight_decay": 0.0})
+    trainer = build_trainer(plan)
+    batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
+    (stage,) = trainer.engine.stages
+    ids, positions = batch.micro_batches[0]["input_ids"], torch.arange(32)
+    before = {name: value.detach().clone() for name, value in stage.model.named_parameters()}
+    with torch.no_grad():
+        entered = stage.model.embed(ids, positions)
+        assert torch.equal(stage.model.hidden(ids), stage.model.norm(entered))
+    train_step(trainer, batch, 1.0)
+    for name, value in stage.model.named_parameters():
+        projection = ".attention.out." in name or ".mlp.down." in name
+        assert not projection or not before[name].any()
+        moved = not torch.equal(value, before[name])
+        assert moved == (projection or not name.startswith("blocks.")), name
+
+
+def test_zero_projections_are_of_new_weights(make_plan: Callable[..., RunPlan]) -> None:
+    with pytest.raises(WrongUse, match="zero_projections"):
+        make_plan(model={"zero_projections": True, "init_from": "somewhere"})

@@ -66,6 +66,8 @@ class ModelSection(Section):
     """Width of the GPT, with heads of the same width, for which the learning rate was found: first values and AdamW's
     rates of matrices become those with which it stays right at this one (muP); 0 = they stay.
     """
+    zero_projections: bool = False
+    """The matrices that write into the residual stream begin as 0, so that every block begins as nothing."""
     overrides: dict[str, Any] = {}
     """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is the token store's."""
 

@@ -128,6 +128,8 @@ def width_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
     key, shape = "model.base_width", getattr(config, "tied", True) or getattr(config, "experts", 0)
     if recipe.model.base_width and shape:
         yield Problem(key, "it is for a GPT with tied = false and no experts", "base_width = 0")
+    if recipe.model.zero_projections and recipe.model.init_from:
+        yield Problem("model.zero_projections", "it is for new weights", "zero_projections = false")
     if recipe.model.base_width and (recipe.optimizer.name != "adamw" or recipe.model.init_from):
         yield Problem(key, "it is for AdamW and new weights", "base_width = 0")
 
