@@ -90,12 +90,25 @@ gpt-oss has `attention_sinks` (a learnt score of each head beside every softmax,
 (`gate_limit`). Its published weights are mxfp4: they are refused with the line of transformers that writes them in bf16.
 Sigmoid scores, groups, shared experts and that bias are those of DeepSeek V3 and dots.llm1. DeepSeek's latent attention is `kv_latent`, `q_latent`,
 `rope_width` and `value_width`; a cache keeps the keys and values that the latent makes, not the latent, and the weights of a checkpoint must be in bf16 or
-wider (its own are fp8 with scales, and a second token's layers, both refused by name).
+wider (its own are fp8 with scales, refused by name).
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy`, `dropped_tokens` (their share) and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
 process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
 share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name, as are ONNX, and GGUF of dots.llm1 and DeepSeek V3.
 `olmoe-1b-7b` is the published recipe, `olmoe-toy` its twin for a laptop.
+
+## Further tokens
+
+`model.overrides.predict_ahead = 1` lets a decoder of any shape predict the token after the next one too, 2 the one after that (DeepSeek-AI 2024, V3,
+section 2.2): a block after the layers reads what the token before was predicted of and that token's embedding, each through a norm and both through a
+product, and gives what the one output matrix predicts of. The token table is shared too. The mean of their losses is added
+times `predict_ahead_loss` (0.3, as DeepSeek-V3 began) and divided by the count of all next tokens, as the paper has it; a target beyond the end of a document
+counts for nothing, and `train.z_loss` is taken of these logits as well. A step's record has it as `ahead`; validations and scores are of the next token alone. Data, sharded, tensor,
+context and pipeline processes, experts, recomputation and documents kept apart train it as one process does (rows `ahead-` of `tests/layouts.toml`): the last stage of a
+pipeline has the blocks, and for them the token table. `throughline plan` counts parameters, products and memory of it.
+It belongs to training: what opens a run to use it (evaluation, export, generation, a server, fine-tuning) leaves the blocks out, and the logits are the main model's. Checkpoints
+keep them, and so does a run that begins with them (`model.init_from`); one whose weights have none begins with new blocks. A directory of DeepSeek-V3 that has
+the layer after the last is read with it, of every other family none is written.
 
 ## Fast recipes
 

@@ -40,6 +40,8 @@ class GPTConfig(TransformerConfig):
     attention_sinks: bool = False  # a learnt score of each head for nothing, in every softmax (gpt-oss)
     # a gated activation as gpt-oss has it, its inputs clamped to this; 0: a plain one
     gate_limit: float = 0.0
+    predict_ahead: int = 0  # further tokens that training predicts, each by a block that is left out in use
+    predict_ahead_loss: float = 0.3  # the weight of their mean loss: DeepSeek-V3's at first (its section 4.2)
     experts: int = 0  # feed-forwards of which a token goes through a few (models/experts.py); 0: a dense one
     experts_per_token: int = 2
     # in training an expert takes so many times its even share of a process's rows and drops others; 0: it takes all
@@ -66,6 +68,14 @@ class GPTConfig(TransformerConfig):
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
 
     @property
+    def blocks_ahead(self) -> int:
+        return self.predict_ahead
+
+    def in_use(self) -> "GPTConfig":
+        """Without what only training has."""
+        return dataclasses.replace(self, predict_ahead=0, predict_ahead_loss=GPTConfig.predict_ahead_loss)
+
+    @property
     def value_size(self) -> int:
         return self.value_width or self.head_size
 
@@ -85,7 +95,9 @@ class GPTConfig(TransformerConfig):
         turned = self.positions == "rotary" and 0 < self.rope_width < self.head_size
         sizes = ["kv_latent", "q_latent", "value_width", "query_scalar", "attention_softcap", "logit_softcap"]
         unlike = self.gate_limit and not (self.gated and self.activation == "silu")
-        problems = self.below(0, *sizes, "gate_limit") + listed(
+        weighed = self.predict_ahead_loss != GPTConfig.predict_ahead_loss
+        sizes += ["gate_limit", "predict_ahead", "predict_ahead_loss"]
+        problems = self.below(0, *sizes) + listed(
             (stray, "q_latent and value_width are of latent attention, and kv_latent is 0"),
             (latent and not plain, "kv_latent goes with a key head per query head, no biases, no qk_norm"),
             (latent and not turned, "kv_latent goes with rotary positions and a rope_width below the head's"),
@@ -96,6 +108,7 @@ class GPTConfig(TransformerConfig):
             (self.attention_softcap and self.dropout, "attention_softcap has no kernel with dropout"),
             (self.attention_sinks and self.dropout, "attention_sinks have no kernel with dropout"),
             (unlike, "gate_limit is of a gated feed-forward with activation = silu"),
+            (weighed and not self.predict_ahead, "predict_ahead_loss is of predict_ahead, which is 0"),
         )
         return problems + self._expert_problems()
 
@@ -141,13 +154,14 @@ class GPTConfig(TransformerConfig):
         tables += self.vocab_size * self.output_bias
         if self.positions == "learned":
             tables += (self.sequence_length + self.position_offset) * self.width
-        blocks = self.layers * self.block_parameters() + self.expert_parameters()
+        blocks = self.block_count * self.block_parameters() + self.expert_parameters()
+        blocks += self.predict_ahead * (2 * self.width**2 + 3 * self.norm_parameters())
         return tables + blocks + (1 + self.embedding_norm) * self.norm_parameters()
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
-        return sum(self.has_experts(layer) for layer in range(self.layers))
+        """How many blocks have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.block_count))
 
     def expert_parameters(self, active: bool = False) -> int:
         if not self.experts:
@@ -173,10 +187,11 @@ class GPTConfig(TransformerConfig):
 
         Equals 72 L W^2 (1 + S/(6W) + V/(12 L W)) for the GPT-2 shape: Narayanan et al. 2021 give 96 B S L W^2
         (1 + S/(6W) + V/(16 L W)) per iteration with the forward of every block computed twice; this is once.
-        Recomputation is never counted.
+        Recomputation is never counted. Each of `predict_ahead` is a block, a joining product and logits more.
         """
         blocks = self.blocks_flops_per_token(sequence_length or self.sequence_length)
-        return blocks + 6 * self.width * self.vocab_size
+        joined = 2 * self.width * self.predict_ahead
+        return blocks + 6 * self.width * (joined + (1 + self.predict_ahead) * self.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Names(NamedTuple):
     shared: dict[str, str] = {}  # of the feed-forward that every token goes through
     latent: dict[str, str] = {}  # what queries, keys and values are made of; `q`: queries without a latent
     sinks: str = ""  # a whole name too
+    ahead: dict[str, str] = {}  # of a block that predicts a further token, beside those of the other blocks
     balance: str = ""  # the bias of the router's choice, a whole name
     how: str = "split"
     types: str = ""
@@ -166,7 +167,7 @@ def _trunk_pairs(config: ModelConfig, names: Names) -> Iterator[Pair]:
         yield from _both("projection", names.projection, config.bias)
     wide = config.feed_forward_size
     stacked = {"mlp.gate": ((0, wide),), "mlp.up": ((wide, 2 * wide),)} if names.how == "stacked" else {}
-    for layer in range(config.layers):
+    for layer in range(config.block_count if names.ahead else config.layers):
         ours, theirs = f"blocks.{layer}", f"{names.layer}.{layer}"
         for mine, name in names.norms.items():
             if layer or mine != "attention_norm" or not reads_normed:
@@ -174,6 +175,8 @@ def _trunk_pairs(config: ModelConfig, names: Names) -> Iterator[Pair]:
         yield from _qkv_pairs(config, names, f"{ours}.attention", theirs)
         if names.sinks:
             yield Pair(f"{ours}.attention.sinks", (f"{theirs}.{names.sinks}",))
+        for mine, name in names.ahead.items() if layer >= config.layers else ():
+            yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias=False)
         matrices = names.matrices
         if isinstance(config, GPTConfig) and config.has_experts(layer):
             matrices = {mine: name for mine, name in matrices.items() if not mine.startswith("mlp")}

@@ -10,6 +10,7 @@ contracts.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from .attention import Documents, Mask
 from .attention_patterns import apply_pattern, windowed
 from .config import GPTConfig
-from .layers import Block, make_norm
+from .layers import Block, BlockAhead, make_norm
 from .rotary import alibi, layer_tables
 
 
@@ -34,7 +35,8 @@ class GPT(nn.Module):
         rows = config.sequence_length + config.position_offset
         self.position_table = nn.Embedding(rows, config.width) if config.positions == "learned" else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
+        kinds: list[type[Block]] = [Block] * config.layers + [BlockAhead] * config.predict_ahead
+        self.blocks = nn.ModuleDict({str(layer): kind(config, layer) for layer, kind in enumerate(kinds)})
         if (pattern := config.attention_pattern) is not None:
             apply_pattern(windowed(config, self.blocks), pattern, causal=True)
         self.norm = make_norm(config)
@@ -85,11 +87,14 @@ class GPT(nn.Module):
         document_ids: Tensor | None = None,
         mask: Mask | None = None,
         document_bounds: Tensor | None = None,
+        depth: int = 0,
+        further_ids: Tensor | None = None,
     ) -> Tensor:
         """The blocks and the final norm. A causal kernel without a mask is used unless documents need one.
 
         `mask` replaces the causal one, for rows of which this is only a part: (1 or B, 1, S, T), True where a
-        token may look, or the documents that a context-parallel `attend` understands.
+        token may look, or the documents that a context-parallel `attend` understands. With `depth` the block of a
+        further token: of what the depth before gave and the ids (B, S) of the tokens so many places on.
         """
         length = positions.shape[-1]
         if document_ids is not None:
@@ -105,8 +110,13 @@ class GPT(nn.Module):
             mask = alibi(self.config.heads, mask, x_BSW.dtype)
         tables = layer_tables(self.config, positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
+        kind_of, first = self.config.kind_of, self.config.layers
+        if further_ids is not None:
+            number, token_BSW = first + depth - 1, self.token_table(further_ids)
+            return self.blocks[str(number)](x_BSW, token_BSW, mask, is_causal, tables.get(kind_of(number)))
         for layer, block in self.blocks.items():
-            x_BSW = block(x_BSW, mask, is_causal, tables.get(self.config.kind_of(int(layer))))
+            if int(layer) < first:
+                x_BSW = block(x_BSW, mask, is_causal, tables.get(kind_of(int(layer))))
         return self.norm(x_BSW)
 
     def head(self, hidden_BSW: Tensor) -> Tensor:
@@ -122,3 +132,12 @@ class GPT(nn.Module):
     def output_bias(self) -> Tensor | None:
         """The bias (V,) of the head, if it has one."""
         return None if self.output is None else self.output.bias
+
+
+def in_use(model: Any) -> Any:
+    """The model itself, of a GPT without the blocks that only training has (`predict_ahead`)."""
+    if isinstance(model, GPT):
+        for layer in range(model.config.layers, model.config.block_count):
+            del model.blocks[str(layer)]
+        model.config = model.config.in_use()
+    return model

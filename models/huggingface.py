@@ -29,7 +29,7 @@ Model = GPT | BERT | BERTWithHead
 IGNORED = re.compile(
     r"(\.(attn|attention)\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^\w+\.pooler\.dense\.(weight|bias)"
     r"|^(lm_head|vocab_projector|generator_lm_head)\.weight|decoder\.(weight|bias)"
-    r"|^discriminator_predictions\..*)$"
+    r"|^discriminator_predictions\..*|\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight)$"
 )
 CLASSES: dict[HeadKind, str] = {  # how the name of a class with the head ends
     "sequence-classification": "ForSequenceClassification",
@@ -41,7 +41,8 @@ CLASSES: dict[HeadKind, str] = {  # how the name of a class with the head ends
 
 def to_huggingface(model: Model) -> tuple[dict[str, Any], State]:
     """The `config.json` fields and the tensors of a model, as the family that its config names or the first that has
-    its shape (GPT-2's absent biases are written as zeros). Raises `Refused` for a shape that none of them can express.
+    its shape (GPT-2's absent biases are written as zeros, blocks of `predict_ahead` as DeepSeek-V3 alone). Raises
+    `Refused` for a shape that none of them can express.
     """
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     dtype = next(iter(state.values())).dtype

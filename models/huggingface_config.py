@@ -18,7 +18,8 @@ THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
 WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width", "value_width": "value_size"}
 # a run's own decisions, or told by the tensors
-NOT_THEIRS = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate", "expert_capacity_factor")
+NOT_THEIRS: tuple[str, ...] = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate")
+NOT_THEIRS += ("expert_capacity_factor", "predict_ahead", "predict_ahead_loss")
 # our field and its usual value for each of theirs, by the kind of scaled rope
 SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
     "linear": {"factor": ("rope_factor", 1.0)},
@@ -167,6 +168,9 @@ def read_config(fields: Fields, state: Mapping[str, Tensor], where: str) -> Mode
             if isinstance(config, BERTConfig):
                 pair = families()[kind].names.pair
                 config = dataclasses.replace(config, nsp=bool(pair) and f"{pair}.weight" in state)
+            elif join := families()[kind].names.ahead.get("join"):
+                ahead = sum(name.endswith(f".{join}.weight") for name in state)
+                config = dataclasses.replace(config, predict_ahead=ahead)
         else:
             opening = "; ".join(family.models for family in families().values())
             what = f"models of type {kind!r} cannot be read"

@@ -10,6 +10,7 @@ F feed-forward width.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -263,6 +264,21 @@ class Block(nn.Module):
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class BlockAhead(Block):
+    """A block of which training predicts a further token (DeepSeek-AI 2024, V3, section 2.2), from what the token
+    before was predicted of and the embedding of that token, which comes first, as in the released weights.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.token_norm, self.hidden_norm, self.norm = (make_norm(config) for _ in range(3))
+        self.join = nn.Linear(2 * config.width, config.width, bias=False)
+
+    def forward(self, x_BSW: Tensor, token_BSW: Tensor, *how: Any) -> Tensor:  # type: ignore[override]
+        both = torch.cat((self.token_norm(token_BSW), self.hidden_norm(x_BSW)), -1)
+        return self.norm(super().forward(self.join(both), *how))
 
 
 class RelativeBias(nn.Module):

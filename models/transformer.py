@@ -171,6 +171,15 @@ class TransformerConfig:
         return self.mlp_width or 4 * self.width
 
     @property
+    def blocks_ahead(self) -> int:
+        """Blocks after the layers, which predict further tokens in training."""
+        return 0
+
+    @property
+    def block_count(self) -> int:
+        return self.layers + self.blocks_ahead
+
+    @property
     def attention_pattern(self) -> AttentionPattern | None:
         """What of the sequence a token sees where it does not see all of it; None: it sees all in every layer."""
         if not self.attention_window:
@@ -202,8 +211,8 @@ class TransformerConfig:
 
     @property
     def windowed_layers(self) -> int:
-        """How many layers see a part of the sequence."""
-        return sum(self.pattern_of(layer) is not None for layer in range(self.layers))
+        """How many blocks see a part of the sequence."""
+        return sum(self.pattern_of(layer) is not None for layer in range(self.block_count))
 
     def has_bias(self, part: Literal["qkv", "out", "mlp"]) -> bool:
         """Whether the linear layers of this part of a block have biases."""
@@ -329,10 +338,11 @@ class TransformerConfig:
         or not, as the published figures do (Narayanan et al. 2021, section 5.1 and appendix, without the
         recomputed forward; the same convention as Chowdhery et al. 2022, appendix B).
         """
-        keys, pattern = self.layers * sequence_length, self.attention_pattern
+        blocks, pattern = self.block_count, self.attention_pattern
+        keys = blocks * sequence_length
         if pattern is not None:
             near = self.windowed_layers
-            keys = near * pattern.widest(sequence_length) + (self.layers - near) * sequence_length
+            keys = near * pattern.widest(sequence_length) + (blocks - near) * sequence_length
         attention = 2 * keys * self.heads * (self.head_size + self.value_size)
-        matrices = self.layers * self.block_matrix_parameters() + self.expert_parameters(active=True)
+        matrices = blocks * self.block_matrix_parameters() + self.expert_parameters(active=True)
         return 3 * (2 * matrices + attention)

@@ -15,7 +15,7 @@ from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
 from .hardware import Cluster
 from .kernels import Kernel, head_kernels, layer_kernels, share_of, table_kernels
 from .schedule import given_bubble
-from .tables import BUCKET_BYTES, is_tied
+from .tables import BUCKET_BYTES, table_at_ends
 from .work import NARROW, Layouts, Number, Software, Work, has_experts, layer_parameters
 
 
@@ -201,10 +201,11 @@ class Step:
         layouts = self.layouts
         if layouts.given is not None:  # by simulating the lists that run
             forward = 1 / (2 + (layouts.recompute == 2))
+            head = head + layer * self.config.blocks_ahead
             ends, count = (float(table), float(head)), round(self.micro_batches)
             return given_bubble(layouts.given, float(layer), ends, count, forward)
         first = np.where(layouts.turns == 1, table, 0.0)  # some percent of the bubble when interleaved
-        whole = layer * self.config.layers + first + head
+        whole = layer * self.config.block_count + first + head
         return np.where(layouts.pipeline > 1, np.maximum(whole - spent, 0.0) / layouts.turns, 0.0)
 
     def update_times(self, backward: Number) -> dict[str, Number]:
@@ -231,7 +232,8 @@ class Step:
         aimed, again = self.tokens * targets(self.work, self.software), 1.0 * (self.layouts.recompute == 2)
         if self.software.saves_products:  # half of the gathers are for products that are repeated
             again = again + 0.5 * (self.layouts.recompute == 1)
-        ends = 1 * tables, 1 * head, 1 * again
+        ahead = self.config.blocks_ahead
+        ends = 1 * tables + ahead * head, (1 + ahead) * head, 1 * again
         seconds: Number = 0.0
         for kind, calls, size in traffic.tensor_sends(
             self.config, self.software, self.tokens, aimed, layers, *ends
@@ -284,9 +286,9 @@ class Step:
         return np.where(layouts.pipeline > 1, 2 * layouts.turns * seconds, 0.0)
 
     def tied_time(self) -> Number:
-        """Seconds of the sum of a tied table's gradients over the two ends of a pipeline."""
+        """Seconds of the sum of a token table's gradients over the two ends of a pipeline."""
         config, layouts = self.config, self.layouts
-        table = is_tied(config) * config.vocab_size * config.width / layouts.tensor / layouts.shards
+        table = table_at_ends(config) * config.vocab_size * config.width / layouts.tensor / layouts.shards
         ends, apart = np.where(layouts.pipeline > 1, 2, 1), self.stride * (layouts.pipeline - 1)
         return all_reduce(table * self.summed_number, ends, apart, self.cluster)
 

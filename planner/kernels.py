@@ -76,7 +76,9 @@ def linear(
 def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list[Kernel]:
     """One transformer layer, forward and backward, without recomputation."""
     size, tokens, width = software.precision.activation, share.tokens, config.width
-    mlp = (width_of_feed_forward(config) - routed_width(config)) / share.tensor
+    # of experts that a token chooses among
+    routed = has_experts(config) * getattr(config, "experts_per_token", 0) * getattr(config, "expert_size", 0)
+    mlp = (width_of_feed_forward(config) - routed) / share.tensor
     fed = 1 + (mlp > 0)  # rows of the model's width: into attention, and a feed-forward that is not routed
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
@@ -117,11 +119,6 @@ def width_of_feed_forward(config: ModelConfig) -> float:
         return config.feed_forward_size
     through = (config.experts_per_token + config.shared_experts) * config.expert_size
     return config.feed_forward_size + has_experts(config) * (through - config.feed_forward_size)
-
-
-def routed_width(config: ModelConfig) -> float:
-    """The part of it that is of experts that a token chooses among."""
-    return has_experts(config) * getattr(config, "experts_per_token", 0) * getattr(config, "expert_size", 0)
 
 
 def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int) -> Iterator[Kernel]:
@@ -185,7 +182,7 @@ def attention(config: ModelConfig, share: Share, software: Software) -> Iterator
     causal = software.fused_attention and not isinstance(config, BERTConfig)
     seen = share.length * (0.5 if causal else 1.0)
     if pattern is not None:  # the mean of the layers
-        near = config.windowed_layers / config.layers
+        near = config.windowed_layers / config.block_count
         seen = near * pattern.widest(int(np.max(share.length))) + (1 - near) * seen
     scores = share.tokens * seen * heads
     flops = 4.0 * scores * config.head_size
@@ -235,7 +232,7 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
 
 
 def head_kernels(config: ModelConfig, share: Share, software: Software, targets: Number) -> list[Kernel]:
-    """Everything after the last layer: logits and loss of `targets` positions, and BERT's transform."""
+    """After the last layer: logits and loss of `targets` positions, for further tokens too; BERT's transform."""
     size = software.precision.activation
     entries = targets * config.vocab_size / share.tensor
     kernels = [
@@ -243,6 +240,8 @@ def head_kernels(config: ModelConfig, share: Share, software: Software, targets:
         Kernel("loss", "forward", "memory", 0, 10.0 * entries, 1, 4),
         Kernel("loss", "backward", "memory", 0, 8.0 * entries, 1, 3),
     ]
+    joined = linear("join", share.tokens / share.tensor, 2 * config.width, config.width, size, 1, True)
+    kernels += config.blocks_ahead * [*kernels, *joined]
     if isinstance(config, BERTConfig) and config.mlm_transform:
         kernels += linear("masked-token transform", targets, config.width, config.width, size)
     return kernels

@@ -120,9 +120,12 @@ def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number)
     """Logits of a micro-batch with what the loss makes of them; in slices with fp32 or (compiled) 16-bit gradients."""
     entries = tokens * targets(work, software) * work.config.vocab_size / layouts.tensor
     matrix, most = work.config.vocab_size * work.config.width / layouts.tensor, software.logits_at_once
+    # what every further token has kept of its own: the gradient of its logits, or of the matrix
+    kept = np.where(entries > most, 4.0 * matrix, software.precision.activation * entries)
+    kept = kept * work.config.blocks_ahead
     number = np.maximum(software.loss_bytes, 2 * software.precision.activation)
     if software.on_host or math.isinf(most):
-        return number * np.minimum(entries, most) + np.where(entries > most, 4.0 * matrix, 0.0)
+        return kept + number * np.minimum(entries, most) + np.where(entries > most, 4.0 * matrix, 0.0)
     number, part = 3 * software.precision.activation, software.precision.activation * matrix
     slices = entries // most
     last = entries - slices * most
@@ -131,7 +134,7 @@ def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number)
         number * last + slices * part,
         software.precision.activation * last + (slices + 1) * part,
     )
-    return np.where(slices > 0, np.maximum.reduce(np.broadcast_arrays(*moments)), moments[0])
+    return kept + np.where(slices > 0, np.maximum.reduce(np.broadcast_arrays(*moments)), moments[0])
 
 
 def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 0) -> dict[str, Number]:
@@ -141,7 +144,7 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     held, owned = layouts.held_parameters(config, at), layouts.owned_parameters(config, software, at)
     experts, others = layer_parameters(config)
     block = others / layouts.tensor + experts / layouts.expert
-    rest = (config.parameter_count() - config.layers * (experts + others)) / layouts.tensor
+    rest = (config.parameter_count() - config.block_count * (experts + others)) / layouts.tensor
     gathered = rest + software.gathered_blocks * block
     behind = layouts.pipeline - 1 - place if place >= 0 else 0
     flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
@@ -230,7 +233,7 @@ def host_terms(
     master = numbers.master or numbers.weight
     summed = (layouts.world == 1) & (work.rows > layouts.data * layouts.micro_rows)
     block = sum(layer_parameters(config))
-    unit = max(block, config.parameter_count() - config.layers * block) / layouts.tensor / layouts.shards
+    unit = max(block, config.parameter_count() - config.block_count * block) / layouts.tensor / layouts.shards
     unit = np.where(offload, unit, 0.0)
     return {
         "master weights": owned * master,

@@ -273,7 +273,7 @@ def flops_facts(search: Search, candidate: Candidate) -> dict[str, float]:
     """FLOP/s of a chip and shares of the peak of the blocks' products: MFU leaves recomputation out, HFU counts it."""
     work, config = search.work, search.work.config
     model = config.flops_per_token(work.length) * work.tokens
-    core = 4 * config.layers * work.length * config.heads * config.head_size * work.tokens
+    core = 4 * config.block_count * work.length * config.heads * config.head_size * work.tokens
     blocks = config.blocks_flops_per_token(work.length) * work.tokens / 3
     hardware = model + (0.0, core, blocks)[int(candidate.layouts.recompute)]
     numbers, rates = search.software.precision, search.cluster.chip.tflops

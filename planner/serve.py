@@ -190,6 +190,7 @@ def plan_service(
     Raises WrongUse on what the model or the card cannot do, when the model does not fit or no batch is fast enough.
     """
     chip = cluster.chip
+    config = config.in_use() if isinstance(config, GPTConfig) else config
     precision = precision or rates_of(chip, "fp16")[0]
     length = length or min(128, config.sequence_length)
     _check_service(config, chip, length, new_tokens, precision)

@@ -113,7 +113,7 @@ def tensor_box(name: str, shape: tuple[int, ...], config: ModelConfig, parts: in
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What one process holds of one parameter; a tied table on two stages is two specs of one name."""
+    """What one process holds of one parameter; a token table on two stages is two specs of one name."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
@@ -167,7 +167,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     gpt, wide = config if isinstance(config, GPTConfig) else None, config.feed_forward_size
     qkv, out, mlp = (config.has_bias(part) for part in ("qkv", "out", "mlp"))
     around = gpt is not None and gpt.norm_place == "around"
-    for layer in range(config.layers):
+    for layer in range(config.block_count):
         block = f"blocks.{layer}"
         if layer or not (bert and config.embedding_norm):
             norm(f"{block}.attention_norm")
@@ -198,6 +198,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             linear(f"{block}.mlp.down", width, wide, bias=mlp)
         if around:
             norm(f"{block}.mlp_after_norm")
+        if layer >= config.layers:
+            for name in ("token_norm", "hidden_norm", "norm"):
+                norm(f"{block}.{name}")
+            linear(f"{block}.join", width, 2 * width, bias=False)
     norm("norm", table)
     if bert and bert.mlm_transform:
         linear("mlm_transform", table)
@@ -250,17 +254,18 @@ def stage_holds(name: str, stage: int, config: ModelConfig, layout: Layout) -> b
     """Whether a pipeline stage holds the parameter of this name."""
     first, last = stage == 0, stage == layout.stages - 1
     if name.startswith("blocks."):
-        return int(name.split(".")[1]) in layout.layers_of(stage, config.layers)
-    if name == "token_table.weight":  # also the output matrix of a tied GPT, and of every BERT
-        return first or (last and is_tied(config))
+        layer = int(name.split(".")[1])
+        return last if layer >= config.layers else layer in layout.layers_of(stage, config.layers)
+    if name == "token_table.weight":
+        return first or (last and table_at_ends(config))
     if name.startswith("norm."):  # on the embeddings of a post-norm BERT
         return first if isinstance(config, BERTConfig) and not config.norm_first else last
     return first if name.startswith(FIRST_STAGE) else last
 
 
-def is_tied(config: ModelConfig) -> bool:
-    """Whether the output matrix is the token table."""
-    return config.tied if isinstance(config, GPTConfig) else True
+def table_at_ends(config: ModelConfig) -> bool:
+    """Whether a pipeline's last stage has the token table, as the output matrix or to read further tokens."""
+    return config.tied or config.predict_ahead > 0 if isinstance(config, GPTConfig) else True
 
 
 def shard_specs(config: ModelConfig, layout: Layout, place: Coordinates) -> Iterator[ShardSpec]:
@@ -286,7 +291,9 @@ def make_shard_spec(
     box = tensor_box(name, shape, config, layout.tensor, place.tensor)
     replica, shards, shard = place.replica, layout.shards, place.shard
     if layout.expert > 1 and is_of_experts(name):
-        expert, index = _expert_rank(layout, shard if shards > 1 else replica)
+        # on the expert axis, between data and context, and among the copies
+        data, context = divmod(shard if shards > 1 else replica, layout.context)
+        expert, index = data % layout.expert, data // layout.expert * layout.context + context
         replica, shard = (replica, index) if shards > 1 else (index, 0)
         box, shards = box.cut(0, *even_part(shape[0], layout.expert, expert)), shards // layout.expert
     if shards > 1:
@@ -295,7 +302,7 @@ def make_shard_spec(
         box = box.cut(0, min(start, held), max(min(size, held - start), 0))
     primary = replica == 0 and (placement in (0, 1) or place.tensor == 0)
     if name == "token_table.weight" and stage > 0:
-        primary = False  # the tied copy on the last stage
+        primary = False  # the copy on the last stage
     return ShardSpec(name, shape, box, stage, placement, primary)
 
 
@@ -307,12 +314,6 @@ def is_trained(name: str) -> bool:
 def is_of_experts(name: str) -> bool:
     """Whether a parameter is cut over the expert axis."""
     return ".mlp.experts." in name
-
-
-def _expert_rank(layout: Layout, index: int) -> tuple[int, int]:
-    """Of a process among those of data and context: its rank on the expert axis between them, and among its copies."""
-    data, context = divmod(index, layout.context)
-    return data % layout.expert, data // layout.expert * layout.context + context
 
 
 def is_decayed(name: str, dims: int) -> bool:

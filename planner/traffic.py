@@ -171,10 +171,11 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank:
     if layout.tensor == 1:
         return
     stages, n = layout.stages_of(rank), batch.micro_batches
-    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in stages)
+    last, ahead = layout.stages - 1 in stages, config.blocks_ahead
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in stages) + ahead * last
     tokens = batch.rows * batch.length // layout.context
     targets = batch.predicted if isinstance(config, BERTConfig) else tokens
-    ends = int(0 in stages), int(layout.stages - 1 in stages)
+    ends = int(0 in stages) + ahead * last, (1 + ahead) * last
     again = int(batch.recompute == "full")
     for kind, calls, size in tensor_sends(config, batch.software, tokens, targets, layers, *ends, again):
         yield Traffic("tensor", kind, n * calls, n * size, "rows and loss")
@@ -198,7 +199,9 @@ def expert_sends(
 
 def _row_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
     """Of the layers of a process over the context axis and with the processes of their experts."""
-    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(rank))
+    stages = layout.stages_of(rank)
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in stages)
+    layers += config.blocks_ahead * (layout.stages - 1 in stages)
     times, tokens = batch.micro_batches * layers, batch.rows * batch.length // layout.context
     if layout.context > 1:
         degrees, again = (layout.tensor, layout.context), int(batch.recompute != "none")
@@ -218,10 +221,10 @@ def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: StepShape, ran
         calls = batch.micro_batches * len(peers)
         yield Traffic("pipeline", "send", calls, calls * int(size), what)
     ends = {0, layout.stages - 1}
-    if layout.pipeline > 1 and tables.is_tied(config) and len(ends & set(here)) == 1:
+    if layout.pipeline > 1 and tables.table_at_ends(config) and len(ends & set(here)) == 1:
         specs = shard_specs(config, layout, Coordinates(rank))
         table = next(spec.box.numel for spec in specs if spec.name == "token_table.weight")
-        yield Traffic("pipeline", "all-reduce", 1, table * batch.summed, "gradient of the tied table")
+        yield Traffic("pipeline", "all-reduce", 1, table * batch.summed, "gradient of the token table")
 
 
 def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:

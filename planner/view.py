@@ -78,7 +78,8 @@ def timeline(found: Found, candidate: Candidate) -> list[Event]:
     for phase, once in (("forward", 0.0), ("backward", again)):
         stages = (len(layout.layers_of(stage, layers)) for stage in range(layout.stages))
         phases[phase] = [count * (seconds(layer, phase) + once) for count in stages]
-        phases[phase][-1] += seconds(head, phase)
+        ahead = search.work.config.blocks_ahead * (seconds(layer, phase) + once)
+        phases[phase][-1] += seconds(head, phase) + ahead
     return simulate(layout, micro_batches, phases["forward"], phases["backward"])
 
 

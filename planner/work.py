@@ -233,12 +233,16 @@ class Layouts:
         return Layouts(**{axis: np.asarray(getattr(self, axis))[index] for axis in AXES})
 
     def layers_on(self, config: ModelConfig) -> list[Number]:
-        """Of a pipeline's first and last process (the first stages take what is left over); in a given split of all."""
-        if self.split:
-            return list(self.split)
+        """Of a pipeline's first and last process (the first stages take what is left over), in a given split of all;
+        with the blocks of further tokens.
+        """
+        ahead = config.blocks_ahead
+        if (given := self.given) is not None:
+            last = (given.stages - 1 in given.stages_of(rank) for rank in range(given.pipeline))
+            return [layers + ahead * here for layers, here in zip(self.split, last)]
         base, extra = divmod(config.layers, self.pipeline * self.turns)
         first = self.turns * base + np.minimum(-(-extra // self.pipeline), self.turns)
-        return [first, self.turns * base + extra // self.pipeline]
+        return [first + ahead * (self.pipeline == 1), self.turns * base + extra // self.pipeline + ahead]
 
     def copies_of_experts(self, software: Software) -> Number:
         """Processes of a stage that sum or shard the same experts; in other programs tensor ranks are among them."""
@@ -257,13 +261,14 @@ class Layouts:
     def held_parameters(self, config: ModelConfig, place: int | None = None) -> Number:
         """Of the fullest process before sharding, a token table at either end; in a given split of that at `place`."""
         experts, others = layer_parameters(config)
-        rest = config.parameter_count() - config.layers * (experts + others)
+        rest = config.parameter_count() - config.block_count * (experts + others)
         table = config.vocab_size * config.width + rest % config.width
+        table = rest if config.blocks_ahead else table  # then the last has both tables
         ends = np.where(self.pipeline > 1, np.minimum(rest, table), rest) / self.tensor
         block = others / self.tensor + experts / self.expert
         if not self.split:
-            return self.layers_on(config)[0] * block + ends
-        held = [layers * block for layers in self.split]
+            return np.maximum(*self.layers_on(config)) * block + ends
+        held = [layers * block for layers in self.layers_on(config)]
         held[0], held[-1] = held[0] + ends, held[-1] + ends
         return max(held) if place is None else held[place]
 
@@ -273,7 +278,7 @@ AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name n
 
 def has_experts(config: ModelConfig) -> float:
     """Share of the layers whose feed-forward is of experts."""
-    return config.expert_layers / config.layers if isinstance(config, GPTConfig) else 0.0
+    return config.expert_layers / config.block_count if isinstance(config, GPTConfig) else 0.0
 
 
 def layer_parameters(config: ModelConfig) -> tuple[float, float]:
@@ -282,4 +287,4 @@ def layer_parameters(config: ModelConfig) -> tuple[float, float]:
     if isinstance(config, GPTConfig) and config.experts:
         each = config.feed_forward_parameters(config.expert_size)
         experts = has_experts(config) * config.experts * each
-    return experts, config.block_parameters() + config.expert_parameters() / config.layers - experts
+    return experts, config.block_parameters() + config.expert_parameters() / config.block_count - experts

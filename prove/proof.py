@@ -204,7 +204,8 @@ def reference(case: Case) -> Reference:
 
     steps = []
     for step in range(case.steps):
-        batch = prepare(make_rows(case, step), case.family, case.reference_rows, engine.device, 1.0)
+        how = case.family, case.reference_rows, engine.device, 1.0
+        batch = prepare(make_rows(case, step), *how, ahead=case.config.blocks_ahead)
         result = train_step(trainer, batch, 1.0, take)
         steps.append((result.loss, result.grad_norm))
     with averaged(engine, trainer.optimizer):
@@ -218,7 +219,8 @@ def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
     own = case.rows // case.layout.data
     part = slice(mesh.data.rank * own, (mesh.data.rank + 1) * own)
     rows = {name: values[part] for name, values in make_rows(case, step).items()}
-    return prepare(rows, case.family, case.micro_rows, mesh.device, 1.0, context=mesh.context)
+    how, ahead = (case.family, case.micro_rows, mesh.device, 1.0), case.config.blocks_ahead
+    return prepare(rows, *how, context=mesh.context, ahead=ahead)
 
 
 Plant = Callable[[Engine], None]

@@ -223,7 +223,8 @@ class StepBatches:
         unpad = alone and not config.attention_window and not getattr(config, "relative_buckets", 0)
         how = recipe.train.rows_per_micro_batch, self.plan.device, recipe.mask_fraction, unpad
         rows = self.dataset.batch(position, count)
-        return prepare(rows, self.plan.family, *how, context=self.context, processes=self.data.size)
+        more: Any = {"context": self.context, "processes": self.data.size, "ahead": config.blocks_ahead}
+        return prepare(rows, self.plan.family, *how, **more)
 
 
 def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..models.config import ModelConfig, family_of
 from ..models.init import initial_values
 from ..planner.layout import Layout
-from ..planner.tables import Box, is_tied
+from ..planner.tables import Box, table_at_ends
 from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
 from .optimizers.averages import follow
 from .optimizers.offload import HostOffload
@@ -74,7 +74,7 @@ class Engine:
         self.routers = Routers(config, mesh)
         self._pipelines: dict[tuple[int, int, int], Any] = {}  # of the shape that the batch has now
         self.sharded = mesh.shard.group is not None
-        self._tied_apart = self.layout.stages > 1 and is_tied(config)
+        self._table_apart = self.layout.stages > 1 and table_at_ends(config)
         # the shards of `fully_shard` are masters; without it, and with offload, weights have the products' dtype
         held = self.wide if self.sharded and not offload else self.dtype
         for index in self.layout.stages_of(mesh.pipeline.rank):
@@ -213,12 +213,12 @@ class Engine:
                 self.communicator.count_all_reduce(buffer.flat.nbytes, buffer.axis)
         if self.partial:
             sum_gradients(_gradients(self.partial), self.mesh.tensor)
-        if self._tied_apart:
-            self._sum_tied()
+        if self._table_apart:
+            self._sum_table()
         if self.offload is not None:
             self.offload.fetch([local.computed.grad for local in self.local_shards])
 
-    def _sum_tied(self) -> None:
+    def _sum_table(self) -> None:
         tables = _gradients(local for local in self.local_shards if local.name == "token_table.weight")
         if not tables:
             return

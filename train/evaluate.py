@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.samples import Dataset, GPTWindows
+from ..models.gpt import in_use
 from .build import RunPlan, validation_rows
 from .engine import Engine
 from .loss import Model
@@ -82,7 +83,7 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
 
 @torch.no_grad()
 def whole_model(engine: Engine) -> Model | None:
-    """On the first process the model with the weights that a checkpoint saves, in eval mode; None on the others.
+    """On the first process the model in use with the weights that a checkpoint saves, in eval mode; None on the others.
     Collective. One process lends its values; in a layout the first needs room for all of them in the dtype of the
     masters, and every process for the largest parameter, of which each adds its part to zeros.
     """
@@ -102,4 +103,4 @@ def whole_model(engine: Engine) -> Model | None:
         if engine.mesh.rank == 0:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(value, requires_grad=False))
-    return model.eval() if engine.mesh.rank == 0 else None
+    return in_use(model.eval()) if engine.mesh.rank == 0 else None

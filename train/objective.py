@@ -31,10 +31,13 @@ class Objective:
 
 
 def pretraining(config: ModelConfig, smoothing: float = 0.0, z_loss: float = 0.0) -> Objective:
-    """Next tokens of a GPT, with a z-loss; masked tokens, with smoothed labels, and sentence pairs of a BERT."""
+    """Next tokens of a GPT, with a z-loss, and further ones (DeepSeek-AI 2024, V3, equations 24 and 25); masked tokens,
+    with smoothed labels, and sentence pairs of a BERT.
+    """
     family = family_of(config)
     sums: Sums = partial(gpt_sums, z_loss=z_loss) if z_loss else gpt_sums
     terms: tuple[str, ...] = ("next", "z_loss") if z_loss else ("next",)
+    terms += ("ahead",) if config.blocks_ahead else ()
     if family == "bert":
         sums, terms = partial(bert_sums, smoothing=smoothing), ("mlm", "nsp")
     return Objective(lambda dtype: empty_model(config, "meta", dtype), sums, FIGURES[family], terms)
@@ -63,16 +66,17 @@ def prepare(
     *,
     context: Axis = ALONE,
     processes: int = 1,
+    ahead: int = 0,
 ) -> StepBatch:
     """Split the rows of one step into micro-batches and count their targets. With `unpad` a micro-batch with much
     padding is one row (1, T) of its real tokens. Of each row the part on the `context` axis is prepared. So many
-    `processes` have as many rows, and about as many tokens and sequences.
+    `processes` have as many rows, and about as many tokens and sequences. `ahead`: of so many further tokens too.
     """
     total = len(rows["input_ids"])
     numbers = documents_of(rows)
     tokens = int(np.count_nonzero(numbers >= 0))
     sequences = int(np.count_nonzero(_begins(numbers) & (numbers >= 0))) if family == "bert" else 0
-    rows = cut_rows(rows, context)
+    rows = cut_rows(_with_further(rows, numbers, ahead), context)
     counts = [int(np.count_nonzero(rows["targets"] != IGNORED))]
     if family == "bert":
         counts.append(int(np.count_nonzero(rows["nsp_targets"] != IGNORED)) if "nsp_targets" in rows else 0)
@@ -86,6 +90,16 @@ def prepare(
     there = on_device(np.array(counts, np.float64), device)
     of_all = tokens * processes, total * processes, sequences * processes
     return StepBatch(micro_batches, tuple(counts), there, *of_all)
+
+
+def _with_further(rows: dict[str, np.ndarray], numbers_BS: np.ndarray, ahead: int) -> dict[str, np.ndarray]:
+    """With inputs and targets that stand so many places on; a target in another document is none."""
+    ids, targets, found = rows["input_ids"], rows["targets"], dict(rows)
+    last = np.roll(_begins(numbers_BS), -1, axis=1)  # of its document in its row
+    for depth in range(1, ahead + 1):
+        ids, targets = np.roll(ids, -1, axis=1), np.where(last, IGNORED, np.roll(targets, -1, axis=1))
+        found |= {f"input_ids_{depth}": ids, f"targets_{depth}": targets}
+    return found
 
 
 def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int) -> dict[str, np.ndarray]:
@@ -177,7 +191,7 @@ def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, ro
         if name in ("predicted", "pairs"):
             rows[name] = place[values]
         elif values.ndim == 2:
-            moved = np.full((1, room), IGNORED if name == "targets" else 0, values.dtype)
+            moved = np.full((1, room), IGNORED if name.startswith("targets") else 0, values.dtype)
             moved[0, : np.count_nonzero(kept)] = values.reshape(-1)[kept]
             rows[name] = moved
     begins = np.zeros(room, bool)

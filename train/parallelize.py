@@ -123,11 +123,6 @@ def cpp_compiler() -> str | None:
     return shutil.which(named[0]) if named else None
 
 
-def _not_compiled() -> type[Exception]:
-    """What torch.compile raises when it fails. The name is private: without it any RuntimeError is taken for one."""
-    return getattr(torch._dynamo.exc, "TorchDynamoException", RuntimeError)
-
-
 @contextmanager
 def _without_wide_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """The compiler breaks its graph at every parameter whose gradient has another dtype, as 16-bit weights have."""
@@ -162,7 +157,7 @@ def _compiled(
         try:
             with _without_wide_gradients(parameters):
                 return programs[shapes](*args, **kwargs)
-        except _not_compiled() as error:
+        except getattr(torch._dynamo.exc, "TorchDynamoException", RuntimeError) as error:  # a private name
             if not first:
                 raise
             reason = str(error).strip().splitlines()[0]

@@ -61,13 +61,21 @@ class Stage(nn.Module):
         x_BPW = self.encode(x, batch)
         if not self.is_last:
             return x_BPW
-        sums = self.head(self.model, x_BPW, batch, self.mesh.tensor)
+        sums, config = self.head(self.model, x_BPW, batch, self.mesh.tensor), self.model.config
+        if depths := config.blocks_ahead * ("targets_1" in batch):
+            weight, further = config.predict_ahead_loss / depths, []
+            for depth in range(1, depths + 1):
+                x_BPW, aims = self.encode(x_BPW, batch, depth), {"targets": batch[f"targets_{depth}"]}
+                further.append(self.head(self.model, x_BPW, batch | aims, self.mesh.tensor).sum())
+            sums = torch.cat((sums, weight * torch.stack(further).sum(0, keepdim=True)))
         self.sums.append(sums.detach())
         loss = (sums * self.inverse_counts).sum()
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
-    def encode(self, x: Tensor, batch: Batch) -> Tensor:
-        """Embeddings on the first stage, this stage's blocks, the final norm where the model has one."""
+    def encode(self, x: Tensor, batch: Batch, depth: int = 0) -> Tensor:
+        """Embeddings on the first stage, this stage's blocks, the final norm where the model has one; with `depth` the
+        block that predicts the token so many places after the next.
+        """
         ids, trunk = batch["input_ids"], self.trunk
         positions = batch.get("positions")
         if positions is None:
@@ -75,7 +83,9 @@ class Stage(nn.Module):
         inputs: dict[str, Any] = {"document_bounds": batch.get("document_bounds")}
         if self.mesh.context.group is not None:
             inputs = {"mask": chunk_documents(batch, self.mesh.context)}
-        if self.is_first:
+        if depth:
+            inputs |= {"depth": depth, "further_ids": batch[f"input_ids_{depth}"]}
+        elif self.is_first:
             kinds = () if self.causal else (batch.get("token_types"),)
             x = trunk.embed(ids, positions, *kinds)
         return trunk.encode(x, positions, **inputs)
@@ -111,7 +121,7 @@ class Routers:
 
     def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
-        self.layers = [layer for layer in range(config.layers) if config.has_experts(layer)]
+        self.layers = [layer for layer in range(config.block_count) if config.has_experts(layer)]
         self.names = ROUTER_FIGURES if self.layers else ()
         size = len(self.layers) * (4 + self._experts)
         # the sums of `router_sums`, then the tokens that chose each expert, of each layer

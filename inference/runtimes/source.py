@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
 from ...core.backend import BackendOptions, CausalBackend, EncoderBackend
@@ -56,12 +56,14 @@ class FoundModel(NamedTuple):
         return {"F16": "fp16", "BF16": "bf16"}.get(max(sizes, key=sizes.__getitem__, default=""), "fp32")
 
     def open(self, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
-        """Read it. Raises as `open_model` does."""
+        """Read it, without what only training has. Raises as `open_model` does."""
+        from ...models.gpt import in_use
+
         if not (self.directory / "config.json").is_file():
             from ...train.checkpoints.checkpoint import load_model
 
             model, tokenizer = load_model(self.directory, device, dtype)
-            return OpenedModel(cast("GPT | BERT", model), tokenizer, input_record(self.directory))
+            return OpenedModel(in_use(model), tokenizer, input_record(self.directory))
         import torch
 
         from ...models.huggingface import load_huggingface
@@ -69,7 +71,7 @@ class FoundModel(NamedTuple):
         if is_artifact(self.directory):
             verify_artifact(self.directory)
         model = load_huggingface(self.directory, dtype or torch.float32).to(device).eval()
-        return OpenedModel(model, self.tokenizer, input_record(self.directory))
+        return OpenedModel(in_use(model), self.tokenizer, input_record(self.directory))
 
 
 def no_model(path: Path) -> WrongUse:

@@ -1,6 +1,7 @@
 """Every preset has the parameters and costs the FLOPs that its config says, and those that were published."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,9 @@ def test_latent_attention_has_the_published_parameters():
     config = GPTConfig.from_dict(size | latent | experts)
     assert config.parameter_count() / 1e9 == pytest.approx(671, abs=0.5)
     assert config.active_parameter_count() / 1e9 == pytest.approx(37, abs=0.6)
+    # deepseek-ai/DeepSeek-V3, README_WEIGHTS.md: 11.5B of the block that predicts a further token
+    more = replace(config, predict_ahead=1)
+    assert (more.parameter_count() - config.parameter_count()) / 1e9 == pytest.approx(11.5, abs=0.12)
     assert GPTConfig(q_latent=8).validate() == [
         "q_latent and value_width are of latent attention, and kv_latent is 0"
     ]
@@ -194,12 +198,13 @@ def test_published_giants(shared):
     assert preset("mt-nlg-530b").parameter_count() / 1e9 == pytest.approx(529.6, abs=0.05)
 
 
-@pytest.mark.parametrize("name", ["gpt-toy", "llama-toy", "bert-toy", "gpt-shakespeare"])
+@pytest.mark.parametrize("name", ["gpt-toy", "llama-toy", "bert-toy", "gpt-shakespeare", "llama-toy ahead"])
 def test_flops_equal_what_torch_counts(name):
     """torch's counter sees every matrix product of forward and backward; the plain attention kernel is used,
     because for the fused one it counts the products that the backward computes again.
     """
-    config = preset(name)
+    name, _, ahead = name.partition(" ")
+    config = preset(name, predict_ahead=2) if ahead else preset(name)
     length, batch = config.sequence_length, 2
     model = empty_model(config, "cpu")
     for parameter in model.parameters():
@@ -213,6 +218,9 @@ def test_flops_equal_what_torch_counts(name):
         loss = model.head(hidden).sum() if family_of(config) == "gpt" else model.mlm_head(hidden).sum()
         if family_of(config) == "bert":
             loss = loss + model.nsp_head(hidden[:, 0]).sum()
+        for depth in range(1, config.blocks_ahead + 1):
+            hidden = model.encode(hidden, torch.arange(length), depth=depth, further_ids=ids)
+            loss = loss + model.head(hidden).sum()
         loss.backward()
     assert counter.get_total_flops() / (batch * length) == pytest.approx(
         config.flops_per_token(length), rel=1e-12

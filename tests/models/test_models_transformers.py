@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from throughline.core.backend import Span
+from throughline.inference.runtimes.source import open_model
 from throughline.inference.runtimes.torch_backend import TorchCausal
 from throughline.models.bert import Head
 from throughline.models.config import BERTConfig, GPTConfig, preset
@@ -395,3 +396,24 @@ def test_old_names_are_understood(tmp_path):
         tmp_path / "model.safetensors",
     )
     assert torch.equal(load_huggingface(tmp_path).norm.bias, gpt.norm.bias)
+
+
+def test_a_further_tokens_block_of_deepseek_is_read_and_left_out(tmp_path):
+    """Layer `num_hidden_layers` of a directory, with the copies of table and head that are published beside it."""
+    fields, _ = DECODERS["deepseek-v3"]
+    model = scattered(GPTConfig.from_dict(fields | {"predict_ahead": 1}))
+    config, state = to_huggingface(model)
+    at = "model.layers.3"
+    shared = ("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")
+    state |= {f"{at}.{copy}.weight": state[f"{one}.weight"].clone() for copy, one in shared}
+    names = {name.removeprefix(f"{at}.") for name in state if name.startswith(at)}
+    assert {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"} < names
+    assert "mlp.gate.e_score_correction_bias" in names
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    again = load_huggingface(tmp_path, torch.float64)
+    assert again.config == model.config
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, dict(again.named_parameters())[name]), name
+    used = open_model(tmp_path).model
+    assert used.config == model.config.in_use() and "3" not in used.blocks

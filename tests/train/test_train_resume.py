@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert fp16": ("bert", {"train": {"precision": "fp16"}}),
     "gpt accumulated and recomputed": ("gpt", {"train": {"micro_batch_rows": 1, "recompute": "full"}}),
     "gpt muon": ("gpt", {"optimizer": {"name": "muon"}}),
+    "gpt further tokens": ("gpt", {"model": {"overrides": {"predict_ahead": 1}}}),
     "bert packed": ("bert", {"objective": {"packing": True}, "train": {"recompute": "selective"}}),
     "gpt compiled": ("gpt", {"train": {"compile": "on"}}),
     "bert compiled": ("bert", {"train": {"compile": "on", "precision": "bf16"}}),
@@ -78,10 +79,13 @@ def test_a_crash_and_a_resume_change_no_bit(
     process would.
     """
     family, sections = CASES[case]
+    shape = {"layers": 2, "width": 32, "heads": 2, "dropout": 0.1}
+    shape |= sections.get("model", {}).get("overrides", {})
     plan = make_plan(
         family,
-        **sections | {"train": {"steps": 6, "eval_every_steps": 1} | sections.get("train", {})},
-        model={"overrides": {"layers": 2, "width": 32, "heads": 2, "dropout": 0.1}},
+        **sections
+        | {"train": {"steps": 6, "eval_every_steps": 1} | sections.get("train", {})}
+        | {"model": {"overrides": shape}},
         checkpoint={"save_every_steps": 2},
     )
     train(plan, tmp_path / "whole")

@@ -31,7 +31,7 @@ from ..engine import Engine
 from .checkpoint import load_model
 
 # fields that the weights leave open
-FREE = ("dropout", "sequence_length", "nsp", "mlm_transform", "huggingface")
+FREE = ("dropout", "sequence_length", "mlm_transform", *huggingface_config.NOT_THEIRS)
 
 
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
@@ -61,8 +61,8 @@ def plain(model: nn.Module) -> GPT | BERT:
 def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor]:
     """The values of a trained model, for a run of the shape `wanted`. Raises Refused when the shapes differ.
 
-    Dropout may differ, the length where no table has it, and for BERT the pretraining heads, which then keep their
-    first values; nothing else: other heads, another rope or epsilon of the same shapes are another model.
+    Dropout may differ, the length where no table has it, blocks that predict further tokens, for BERT the pretraining
+    heads, which then keep their first values; nothing else: other heads, another rope or epsilon are another model.
     """
     model = plain(model)
     if family_of(model.config) != family_of(wanted):
@@ -77,13 +77,14 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
             other.append(f"{name} is {there}, the recipe asks for {here}")
     if other:
         raise Refused("the weights are of another model", where=where, why="\n".join(other), fix=fix)
+    most = max(config.block_count, wanted.block_count)
     given = {name: parameter.detach() for name, parameter in model.named_parameters()}
     theirs = {name: tuple(value.shape) for name, value in given.items()}
     ours = {name: tuple(parameter.shape) for name, parameter in empty_model(wanted).named_parameters()}
+    extra = ("mlm_", "pooler.", "nsp.", *(f"blocks.{layer}." for layer in range(wanted.layers, most)))
     for name in sorted(ours | theirs, key=lambda name: (name in ours) + (name in theirs), reverse=True):
         there, here = theirs.get(name), ours.get(name)
-        head = name.startswith(("mlm_", "pooler.", "nsp.")) and None in (there, here)
-        if there != here and not head:
+        if there != here and not (name.startswith(extra) and None in (there, here)):
             why = f"{name} is {there or 'not there'}, the recipe asks for {here or 'none'}"
             raise Refused("the weights are of another model", where=where, why=why, fix=fix)
     return {name: value for name, value in given.items() if name in ours}

@@ -18,7 +18,7 @@ from ...core.recipe import dump_toml, recipe_hash
 from ...data.tokenizer import Tokenizer, write_beside
 from ...models import huggingface, huggingface_config, sentence
 from ...models.bert import BERT, BERTWithHead
-from ...models.gpt import GPT
+from ...models.gpt import GPT, in_use
 from .. import evaluate, loop, memory, precision
 from ..build import RunPlan
 from ..checkpoints import checkpoint, run_directory, weights_in
@@ -129,7 +129,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
         fix = "put one beside the weights"
         raise WrongUse("this model has no tokenizer.json", where=recipe.model.init_from, fix=fix)
     tokenizer = Tokenizer.load(tokenizer_file)
-    task, base = _task(recipe, opened, tokenizer), weights_in.plain(opened)
+    task, base = _task(recipe, in_use(opened), tokenizer), weights_in.plain(opened)
     learnt, measured = _split(recipe)
     task.prepare([*learnt, *measured])
     rows, each = task.rows(learnt), task.rows_per_record

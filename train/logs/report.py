@@ -31,6 +31,7 @@ MEDIANS: dict[str, tuple[str, Callable[[float], str]]] = {  # of the steps, by f
 LEARNT = {
     "loss": {"training": "loss", "validation": "validation/loss"},
     "z-loss": {"": "z_loss"},
+    "further tokens, weighed loss": {"": "ahead"},
     "BERT losses": {"masked tokens": "mlm", "pairs": "nsp", "masked, validation": "validation/mlm_loss"},
     "accuracy": {"masked tokens": "validation/mlm_accuracy", "pairs": "validation/nsp_accuracy"},
 }
