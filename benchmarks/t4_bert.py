@@ -24,10 +24,11 @@ from throughline.core.hardware import chips, machine
 from throughline.inference.exports.export import write_graph
 from throughline.inference.exports.export_engine import Profile, build_engine, engine_facts, kernels_of_log
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.runtimes.backends import run_graph, torch_backend
+from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.bench import floor_ms, measure, reported
 from throughline.inference.runtimes.source import Loaded
 from throughline.inference.runtimes.tensorrt_backend import load_library
+from throughline.inference.runtimes.torch_backend import run_module
 from throughline.models.config import preset
 from throughline.models.init import build
 
@@ -62,7 +63,7 @@ def measured(model: Any, seconds: float) -> dict[str, float]:
                 found[f"{runtime} {precision}"] = median_ms(loaded, seconds)
             except ThroughlineError as error:
                 print(f"{runtime}: {error.what}")
-    plain = torch_backend(model.half().cuda() if gpu else model, None, NOWHERE)
+    plain = run_module(model.half().cuda() if gpu else model, None, NOWHERE)
     found["torch fp16" if gpu else "torch fp32"] = median_ms(plain, seconds)
     return found
 

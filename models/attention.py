@@ -243,35 +243,17 @@ def _attend_plainly(
 
 
 class KeyValueCache:
-    """Keys and values of the tokens read so far: room for `places` in each of `rows` sequences."""
+    """Keys and values of the tokens read so far, where and as `like` is: `places` in each of `rows` sequences."""
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        rows: int,
-        places: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        places = places or config.sequence_length
-        sizes = [config.key_value_heads, places]
-        by_token = device is not None and torch.device(device).type == "cuda"
+    def __init__(self, config: GPTConfig, rows: int, places: int, like: Tensor) -> None:
+        self.rows, self.places, sizes = rows, places, [config.key_value_heads, places]
         # a GPU's kernels read runs of tokens, a CPU's the tokens of a head
-        shape = (config.layers, rows, *(sizes[::-1] if by_token else sizes), config.head_size)
+        shape = (config.layers, rows, *(sizes[::-1] if like.is_cuda else sizes), config.head_size)
         # zeros, not empty: a masked place still enters a product with probability 0, and 0 x NaN is NaN
-        stores = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.keys_LBGTD, self.values_LBGTD = (x.transpose(2, 3) if by_token else x for x in stores)
+        stores = (torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2))
+        self.keys_LBGTD, self.values_LBGTD = (x.transpose(2, 3) if like.is_cuda else x for x in stores)
         self.held = [0] * rows  # tokens of each row
         self.steps: dict[tuple[int, int], Any] = {}  # captured, for who runs them
-
-    @property
-    def rows(self) -> int:
-        return self.keys_LBGTD.shape[1]
-
-    @property
-    def places(self) -> int:
-        return self.keys_LBGTD.shape[3]
 
     @property
     def token_bytes(self) -> int:

@@ -18,7 +18,8 @@ from ...core.artifact import Input
 from ...core.backend import CausalBackend, EncoderBackend, Ids, Span
 from ...core.errors import Refused
 from ...models.config import GPTConfig
-from ..runtimes.backends import Loaded, torch_backend
+from ..runtimes.source import Loaded
+from ..runtimes.torch_backend import run_module
 from .graph_options import Pooling
 
 GREEDY_TOKENS = 128
@@ -264,7 +265,7 @@ def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lam
 
 def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "mean") -> Loaded:
     """The torch model in float32 behind the protocol of its family; embeddings are pooled as the export's."""
-    loaded = torch_backend(model.float(), tokenizer, source)
+    loaded = run_module(model.float(), tokenizer, source)
     if loaded.encoder is None or pooling == "mean":
         return loaded
 

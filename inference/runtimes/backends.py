@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
+from ...core.artifact import input_record, is_artifact, read_manifest, verify_artifact
 from ...core.backend import AUTO, BackendOptions, Limits
 from ...core.console import say, warn
 from ...core.errors import WrongUse
@@ -27,11 +27,7 @@ from ...models.sentence import embeds, read_sentence
 from .bench import fastest
 from .onnx_causal import OnnxCausal
 from .onnx_session import PROFILE_ROWS, OnnxEncoder, check_version, open_session, profile_of
-from .source import Loaded, check_options, find_model, pick_device, pick_dtype
-
-if TYPE_CHECKING:
-    from ...models.bert import BERT, BERTWithHead
-    from ...models.gpt import GPT
+from .source import Loaded, check_options, context_of, find_model, pick_device, pick_dtype
 
 ON_CPU = BackendOptions(device="cpu")
 KINDS = {  # of exports: what each is called, and what runs it
@@ -51,11 +47,13 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         return fastest({name: partial(open_backend, path, own) for name, own in by_name.items()})
     kind = kind_of(path)
     if not kind:
+        from .torch_backend import run_module
+
         found = find_model(path)
         runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
         device = pick_device(options.device)
         opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
-        loaded = torch_backend(*opened, replace(options, runtime=runtime), embeds(found.directory))
+        loaded = run_module(*opened, replace(options, runtime=runtime), embeds(found.directory))
         return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
     options = replace(options, runtime=check_options(options, *KINDS[kind]))
     if path.is_dir():
@@ -83,14 +81,6 @@ def open_text_model(path: Path | str, family: str, options: BackendOptions) -> t
     if loaded.tokenizer is None:
         raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
     return loaded, Tokenizer.load(loaded.tokenizer)
-
-
-def context_of(config: ModelConfig, options: BackendOptions) -> int:
-    """Tokens of the longest sequence. Raises WrongUse for more than the model's."""
-    if options.context is not None and options.context > config.sequence_length:
-        what, why = "the model has a shorter context", f"it reads {config.sequence_length:,} tokens"
-        raise WrongUse(what, where=f"--context {options.context}", why=why, fix="give at most that")
-    return options.context or config.sequence_length
 
 
 def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
@@ -164,32 +154,6 @@ def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
         return ["onnxruntime", "tensorrt"]
     reads = read_json(path / "model.json")["family"] == "bert" and find_spec("openvino")
     return ["onnxruntime", "openvino"] if reads else ["onnxruntime"]
-
-
-def torch_backend(
-    model: "GPT | BERT | BERTWithHead",
-    tokenizer: Path | None,
-    source: Input,
-    options: BackendOptions = AUTO,
-    reads: bool = False,
-) -> Loaded:
-    """The torch module behind the protocol of its family, or of an encoder where a GPT `reads`."""
-    from ...models.bert import BERTWithHead
-    from ...models.gpt import GPT
-    from .torch_backend import TorchCausal, TorchEncoder
-
-    compiled = options.runtime == "torch-compiled"
-    if not isinstance(model, GPT):
-        head = model.head if isinstance(model, BERTWithHead) else None
-        classes = head.labels if head is not None and head.kind == "sequence-classification" else ()
-        return Loaded(model.config, tokenizer, source, TorchEncoder(model, compiled), classes)
-    if compiled:
-        fix = "leave --backend out"
-        raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
-    if reads:
-        return Loaded(model.config, tokenizer, source, TorchEncoder(model))
-    backend = TorchCausal(model, context_of(model.config, options), options.gpu_memory)
-    return Loaded(model.config, tokenizer, source, backend)
 
 
 def run_gguf(

@@ -152,6 +152,14 @@ def pick_dtype(wanted: str, stored: str, device: str) -> "torch.dtype":
     return by_name[stored]
 
 
+def context_of(config: ModelConfig, options: BackendOptions) -> int:
+    """Tokens of the longest sequence. Raises WrongUse for more than the model's."""
+    if options.context is not None and options.context > config.sequence_length:
+        what, why = "the model has a shorter context", f"it reads {config.sequence_length:,} tokens"
+        raise WrongUse(what, where=f"--context {options.context}", why=why, fix="give at most that")
+    return options.context or config.sequence_length
+
+
 def check_options(options: BackendOptions, kind: str, runtimes: tuple[str, ...]) -> str:
     """The runtime for a file of this kind. Raises WrongUse when it has none of that name, or its own dtype."""
     if options.runtime not in ("own", "auto", *runtimes):

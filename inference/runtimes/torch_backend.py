@@ -1,20 +1,43 @@
 """The torch backends: the modules behind the protocols, and what every export is compared with."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...core.backend import AUTO, Ids, Limits, OneCall, Span, Want
-from ...core.errors import Refused
+from ...core.artifact import Input
+from ...core.backend import AUTO, BackendOptions, Ids, Limits, OneCall, Span, Want
+from ...core.errors import Refused, WrongUse
 from ...models import attention_cuda
 from ...models.attention import KeyValueCache
 from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT
 from ...models.layers import Attention
 from .packed import DecodeGraphs, Packed, packed_logits
+from .source import Loaded, context_of
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+def run_module(
+    model: GPT | BERT | BERTWithHead,
+    tokenizer: Path | None,
+    source: Input,
+    options: BackendOptions = AUTO,
+    reads: bool = False,
+) -> Loaded:
+    """The torch module behind the protocol of its family, or of an encoder where a GPT `reads`."""
+    compiled, classes = options.runtime == "torch-compiled", tuple[str, ...]()
+    if isinstance(model, BERTWithHead) and model.head.kind == "sequence-classification":
+        classes = model.head.labels
+    if isinstance(model, GPT) and compiled:
+        fix = "leave --backend out"
+        raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
+    if reads or not isinstance(model, GPT):
+        return Loaded(model.config, tokenizer, source, TorchEncoder(model, compiled), classes)
+    backend = TorchCausal(model, context_of(model.config, options), options.gpu_memory)
+    return Loaded(model.config, tokenizer, source, backend)
 
 
 class TorchCausal:
@@ -43,7 +66,7 @@ class TorchCausal:
     def new_cache(self, rows: int) -> KeyValueCache:
         """Room for whole contexts; memory of a CPU that no token has reached is not touched."""
         like = self._like
-        return KeyValueCache(self.model.config, rows, self.context, device=like.device, dtype=like.dtype)
+        return KeyValueCache(self.model.config, rows, self.context, like)
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:

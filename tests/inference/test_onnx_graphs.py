@@ -25,7 +25,8 @@ from throughline.core.errors import Refused
 from throughline.inference.exports.export import write_graph
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.parity import compare, require
-from throughline.inference.runtimes.backends import run_graph, torch_backend
+from throughline.inference.runtimes.backends import run_graph
+from throughline.inference.runtimes.torch_backend import run_module
 from throughline.models.config import ModelConfig
 from throughline.models.init import build
 
@@ -69,7 +70,7 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
 )
 def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     model = opinionated_model(dataclasses.replace(GPT, **switches))
-    report = compare(torch_backend(model, None, NOWHERE), exported(model, tmp_path))
+    report = compare(run_module(model, None, NOWHERE), exported(model, tmp_path))
     require(report, "the graph")
     assert report["outputs"].keys() == {"logits at once", "logits in pieces", "logits of ragged decode"}
     assert report["greedy_tokens"] == {"equal": 76, "asked": 76}
@@ -91,7 +92,7 @@ def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
 )
 def test_bert_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     model = opinionated_model(dataclasses.replace(BERT, **switches))
-    report = compare(torch_backend(model, None, NOWHERE), exported(model, tmp_path))
+    report = compare(run_module(model, None, NOWHERE), exported(model, tmp_path))
     require(report, "the graph")
     assert ("nsp_logits" in report["outputs"]) == model.config.nsp
     assert {"last_hidden_state", "mlm_logits", "sentence_embedding"} <= report["outputs"].keys()
@@ -129,7 +130,7 @@ def test_weights_beside_the_graph_give_the_same_answers(tmp_path: Path) -> None:
     loaded = exported(model, tmp_path, external_bytes=0)
     size = (tmp_path / "model.onnx.data").stat().st_size
     assert size > 0.8 * 4 * model.config.parameter_count() > 2 * (tmp_path / "model.onnx").stat().st_size
-    require(compare(torch_backend(model, None, NOWHERE), loaded), "the graph with external weights")
+    require(compare(run_module(model, None, NOWHERE), loaded), "the graph with external weights")
 
 
 @pytest.mark.slow
@@ -140,7 +141,7 @@ def test_a_model_above_two_gibibytes(tmp_path: Path) -> None:
     loaded = exported(model, tmp_path)
     assert (tmp_path / "model.onnx.data").stat().st_size > 2**31
     ids, ask = np.array([[5, 189_999, 7]]), np.array([[0, 1, 2]])
-    backends = (torch_backend(model, None, NOWHERE).causal, loaded.causal)
+    backends = (run_module(model, None, NOWHERE).causal, loaded.causal)
     ours, theirs = (
         read(backend, ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends
     )
@@ -211,7 +212,7 @@ def test_a_wrong_weight_is_refused(config, tmp_path: Path) -> None:
     candidate = exported(model, tmp_path)
     with torch.no_grad():
         model.blocks["1"].mlp.down.bias[3] += 0.001
-    report = compare(torch_backend(model, None, NOWHERE), candidate)
+    report = compare(run_module(model, None, NOWHERE), candidate)
     assert not report["passed"]
     with pytest.raises(Refused, match="does not compute what the torch model computes"):
         require(report, "the graph")
@@ -224,7 +225,7 @@ def test_not_a_number_is_refused(tmp_path: Path) -> None:
     candidate = exported(model, tmp_path)
     with torch.no_grad():
         model.norm.bias[0] = 0.0
-    assert not compare(torch_backend(model, None, NOWHERE), candidate)["passed"]
+    assert not compare(run_module(model, None, NOWHERE), candidate)["passed"]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -235,7 +236,7 @@ def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path
     with torch.no_grad():
         model.mlm_bias[0] = float(value)
     with pytest.raises(Refused, match="the torch model itself"):
-        require(compare(torch_backend(model, None, NOWHERE), candidate), "the graph")
+        require(compare(run_module(model, None, NOWHERE), candidate), "the graph")
 
 
 @pytest.mark.parametrize(
