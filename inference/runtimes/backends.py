@@ -26,7 +26,7 @@ from ...models.config import FAMILIES, GPTConfig, ModelConfig
 from ...models.sentence import embeds, read_sentence
 from .bench import fastest
 from .onnx_causal import OnnxCausal
-from .onnx_session import PROFILE_ROWS, OnnxEncoder, check_version, open_session, profile_of
+from .onnx_session import PROFILE_ROWS, OnnxEncoder, OpenVinoSession, check_version, open_session, profile_of
 from .source import Loaded, check_options, context_of, find_model, pick_device, pick_dtype
 
 ON_CPU = BackendOptions(device="cpu")
@@ -38,9 +38,7 @@ KINDS = {  # of exports: what each is called, and what runs it
 
 
 def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
-    """The model at `path`. Raises WrongUse or Refused as `open_model` does, and when options ask for a device, dtype or
-    runtime that this file or this machine does not have.
-    """
+    """The model at `path`. Raises as `open_model`, and WrongUse or Refused for options that file or machine lack."""
     path = Path(path)
     if options.runtime == "auto":
         by_name = {name: replace(options, runtime=name) for name in runtimes_of(path, options)}
@@ -174,8 +172,6 @@ def run_graph(
 ) -> Any:
     """A graph of our writer behind the protocol of its family."""
     if options.runtime == "openvino":
-        from .openvino_session import OpenVinoSession
-
         if options.device not in ("auto", "cpu"):
             where = f"--device {options.device}"
             raise WrongUse("OpenVINO runs on the CPU here", where=where, fix="--device cpu")

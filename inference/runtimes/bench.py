@@ -75,9 +75,7 @@ def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each further model or backend: how fast it is beside the first one, by the geometric mean of the
-    medians that both have.
-    """
+    """A line for each further model or backend: its speed beside the first one's, by the geometric mean of medians."""
     timed: dict[tuple[str, str], dict[tuple[Any, ...], float]] = {}
     for row in rows:
         case = (row["what"], row["batch"], row["tokens"])

@@ -203,9 +203,7 @@ SIZES |= {"heads": "attention.head_count", "mlp_width": "feed_forward_length"}  
 
 
 def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
-    """Config, precision, tokenizer.json and how a BERT embeds. Raises WrongUse without the gguf library or the file,
-    Refused for a file that is cut or of a shape that is not known.
-    """
+    """Config, precision, tokenizer.json, how a BERT embeds. Raises WrongUse without library or file, else Refused."""
     if not path.is_file():
         raise no_model(path)
     gguf = extra("gguf", "reading a GGUF file", EXTRA)

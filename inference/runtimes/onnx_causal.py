@@ -38,12 +38,10 @@ class Bound:
 
 @dataclass
 class OnnxCache:
-    """Keys and values of sequences: one tensor (rows, kv heads, capacity, head) for each cache of the graph, how many
-    tokens each row holds, and the bindings of these tensors.
-    """
+    """Keys and values of sequences, and the bindings of their tensors."""
 
-    stores: dict[str, Any]
-    lengths: np.ndarray
+    stores: dict[str, Any]  # of each cache of the graph (rows, kv heads, capacity, head)
+    lengths: np.ndarray  # tokens that each row holds
     capacity: int
     bindings: dict[tuple[int, ...], Bound] = field(default_factory=dict)
 
@@ -160,9 +158,7 @@ class OnnxCausal:
         self.load_row(cache, target, [store[source] for store in cache.stores.values()], tokens)
 
     def free_row(self, cache: OnnxCache, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`: when the longest row goes, all others get faster. It is emptied:
-        Attention reads the whole capacity, and zero times NaN is NaN.
-        """
+        """When the longest row goes, all others get faster. It is emptied: Attention reads all, and 0 x NaN is NaN."""
         for store in cache.stores.values():
             store[row, :, : cache.lengths[row]] = 0
         cache.lengths[row] = 0

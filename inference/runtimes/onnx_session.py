@@ -1,16 +1,17 @@
-"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider, and a BERT's graph in a session.
+"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider, or of OpenVINO; a BERT's graph in one.
 
 Threads do not spin: on a shared or small machine spinning threads burn several times the CPU that the work needs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ...core.backend import Ids, Limits, Want
-from ...core.errors import Refused, WrongUse
+from ...core.errors import Refused, WrongUse, extra
 from ...models.config import BERTConfig
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -67,9 +68,7 @@ def check_version(facts: Mapping[str, Any], where: Path) -> None:
 def open_session(
     path: Path | str, threads: int | None = None, device: str = "cpu", tensorrt: dict[str, str] | None = None
 ) -> Any:
-    """An `onnxruntime.InferenceSession` on the device. Raises WrongUse as `providers_of`, Refused when the file is not
-    a graph that it can run or the provider fell back to another.
-    """
+    """A session on the device. Raises as `providers_of`, Refused for no graph and where another device would do."""
     import onnxruntime
 
     wanted = providers_of(device, tensorrt)
@@ -91,10 +90,43 @@ def open_session(
     return session
 
 
-class OnnxEncoder:
-    """A BERT graph in a session of ONNX Runtime's or one with its methods (`core.backend.EncoderBackend`).
+OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_output", "nsp_logits"}
+OUTPUTS |= {"cls_embedding", "logits", "start_logits", "end_logits"}  # of our writer's graphs
 
-    `open_lane`: opens a session of one thread for `lane`, which takes `lanes` calls at once if that is more than one.
+
+class OpenVinoSession:
+    """A BERT graph by OpenVINO on the CPU, for `OnnxEncoder`. Raises MissingExtra, Refused where it cannot compile."""
+
+    def __init__(self, path: Path | str, threads: int | None = None) -> None:
+        openvino = extra("openvino", "--backend openvino", "openvino")
+        settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+        if threads:
+            settings["INFERENCE_NUM_THREADS"] = threads
+        try:
+            self._compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+        except RuntimeError as error:
+            why = str(error).strip().splitlines()[-1][:300]
+            fix = "use --backend onnxruntime, or export with --opset 20"
+            raise Refused("OpenVINO cannot compile this graph", where=path, why=why, fix=fix) from error
+        # a port has the names of all tensors that became one in optimisation
+        self._outputs = [min(OUTPUTS.intersection(port.get_names())) for port in self._compiled.outputs]
+        self._request = self._compiled.create_infer_request()
+
+    def get_inputs(self) -> list[Any]:
+        return [SimpleNamespace(name=port.get_any_name()) for port in self._compiled.inputs]
+
+    def get_outputs(self) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in self._outputs]
+
+    def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """These outputs, float32; all of them are on the host anyway."""
+        found = self._request.infer(feeds)
+        return [np.array(found[self._outputs.index(name)], np.float32) for name in names]
+
+
+class OnnxEncoder:
+    """A BERT graph in a session of ONNX Runtime's or one with its methods (`core.backend.EncoderBackend`). `open_lane`
+    opens a session of one thread for `lane`, which takes `lanes` calls at once if that is more than one.
     """
 
     name = "onnxruntime"

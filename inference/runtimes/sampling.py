@@ -210,9 +210,7 @@ def invert(weights_RV: Array, uniform_R: Array) -> Array:
 
 
 def probabilities(logits_NV: Array, ids_N: Array, most: int) -> list[tuple[float, tuple[Best, ...]]]:
-    """The model's own log-probabilities, before any filter: of each given token, and of the K most probable ones in its
-    place. One transfer for all of them.
-    """
+    """Log-probabilities before any filter: of each given token, and of the K most probable; in one transfer."""
     xp, k = library(logits_NV), min(most, logits_NV.shape[1])
     norm_N1 = log_sum(logits_NV)
     of_N1 = logits_NV[beside(logits_NV, np.arange(len(logits_NV))), ids_N][:, None] - norm_N1

@@ -101,9 +101,7 @@ def find_model(path: Path | str) -> FoundModel:
 
 
 def open_model(path: Path | str) -> OpenedModel:
-    """The torch model at `path`; of a run its latest checkpoint. Raises WrongUse when there is none, Refused for one
-    that is cut or changed or of a kind that ours cannot express.
-    """
+    """The torch model at `path`. Raises WrongUse for none, Refused for one that is damaged or that ours cannot express."""
     return find_model(path).open()
 
 

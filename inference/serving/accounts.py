@@ -1,8 +1,6 @@
 """What a server holds at once and for whom (bounds of requests, API keys), and what it measures of each: Prometheus
 metrics, one access-log line, and OpenTelemetry's traces (an extra, nothing of which is imported without it). None of
 them holds text of a request.
-
-`Watch` follows one request; its times are monotonic seconds, which the processes of one machine share.
 """
 
 import contextlib
@@ -110,9 +108,7 @@ def find_key(keys: Sequence[Key], authorization: str) -> Key | None:
 
 
 def read_keys(file: Path | None, variable: str | None, places: int) -> list[Key]:
-    """API keys from a file (one a line with its settings, # begins a comment) and an environment variable (commas
-    between). Of several keys none fills more than half of the `places` unless its line says so. Raises WrongUse.
-    """
+    """API keys of a file (a line each, # begins a comment) and a variable (commas between). Raises WrongUse."""
     keys = [Key.of(text.strip()) for text in (variable or "").split(",") if text.strip()]
     try:
         lines = file.read_text(encoding="utf-8").splitlines() if file else []
@@ -124,7 +120,7 @@ def read_keys(file: Path | None, variable: str | None, places: int) -> list[Key]
     if file and not found:
         raise WrongUse("there is no API key in the file", where=file, fix=KEY_LINE)
     for key in keys if len(keys) > 1 else ():
-        key.places = key.places or max(1, places // 2)
+        key.places = key.places or max(1, places // 2)  # none fills more unless its line says so
     return keys
 
 
@@ -190,7 +186,7 @@ class Telemetry:
 
 @dataclass
 class Watch:
-    """One request on its way."""
+    """One request on its way; times are monotonic seconds, which the processes of one machine share."""
 
     telemetry: Telemetry
     key: Key = field(default_factory=Key)  # who asks

@@ -1,8 +1,6 @@
 """Which models a server has: by name, from where and on which devices; opened, replaced by a newer checkpoint and ended
-while requests go on.
-
-A model is replaced as a whole: the new one opens beside the old one and then takes the requests of its name, and the
-old one ends when it has answered what it was asked. For that time both are in memory.
+while requests go on. The newer one opens beside the older, which ends when it has answered what it was asked: for that
+time both are in memory.
 """
 
 import asyncio
@@ -70,9 +68,7 @@ class Source:
 
 
 class Catalogue:
-    """The models of a server. `follow`: runs are served from their newest checkpoint, whenever there is a newer one;
-    `directory`: of the models that may be loaded by name besides those given.
-    """
+    """The models of a server: `follow` runs to newer checkpoints, let others be loaded by name from `directory`."""
 
     def __init__(
         self,

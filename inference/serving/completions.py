@@ -134,9 +134,7 @@ class Answers:
         self.size = sum(map(len, echo))  # characters and numbers of a whole answer
 
     def add(self, number: int, delta: TextDelta) -> Piece:
-        """Take a delta of one answer in. The prompt's tokens come before its own; of parts of one character each
-        stands at its beginning, up to the rounding of characters that cannot be decoded alone.
-        """
+        """Take a delta of one answer in; tokens that are parts of one character stand at about its beginning."""
         choice, tokens, offset = self._choices[number], [], 0
         for token in delta.prompt or ():
             tokens.append((token, offset))

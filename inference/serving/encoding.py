@@ -1,5 +1,4 @@
-"""Reading texts with an encoder: special tokens, batches by length, embeddings, fill-mask. The synchronous half
-of the server.
+"""Reading texts with an encoder, the server's synchronous half: special tokens, batches by length, embeddings, masks.
 
 Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 """
@@ -54,13 +53,11 @@ class Reader:
     vocab_size: int
 
     def encode(self, text: str | Sequence[int], where: str, truncate: bool = False) -> Any:
-        """The ids of a text, or ids as they are. Raises WrongUse for more than the context takes; what cannot fit is
-        not tokenised, which takes most of a second for a megabyte. `truncate`: the beginning of more is enough.
-        """
+        """The ids of a text, or ids as they are; `truncate`: the beginning is enough. Raises WrongUse for too many."""
         ids: Any = text
         if isinstance(text, str):
             if not truncate:
-                self.check_characters(text, where)
+                self.check_characters(text, where)  # tokenising a megabyte takes most of a second
             ids = self.tokenizer.encode(text[: TOKEN_CHARACTERS * self.context])
         if len(ids) > self.context and not truncate:
             raise longer(f"{len(ids)} tokens > {self.context}", where)
@@ -73,10 +70,8 @@ class Reader:
 
     def frame(self, texts: Mapping[str, str | list[int]], truncate: bool = False, **asked: Any) -> Encoding:
         """[CLS] text [SEP], and with a second one text [SEP]; of a tokenizer without them what its file puts around a
-        text. Each has the name that errors give it, and may be ids. `truncate`: of each text as much as fits behind
-        the others. `asked`: the fields of `Encoding`.
-
-        Raises WrongUse for a text that is empty, ids outside the vocabulary and what is longer than the context.
+        text. Each has the name that errors give it, and may be ids; `truncate` leaves of each what fits behind the
+        others. `asked`: fields of `Encoding`. Raises WrongUse for an empty text, unknown ids and more than the context.
         """
         special = self.tokenizer.cls_id, self.tokenizer.sep_id
         before, behind = ([] if i is None else [i] for i in special)
@@ -144,11 +139,9 @@ def check_known(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str) ->
 
 
 def encode_batch(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> list[Outputs]:
-    """Run texts of any lengths together; per text `sentence_embedding` and `cls_embedding` (H,), `mlm_logits`
-    (N, V) of its own positions, and of a model that classifies `class_logits` (C,).
-
-    A backend that takes several calls at once (`lanes`) gets the batch in as many parts, by length: two calls wait for
-    each other once, the threads of one call after every operation. Parts run where a call has one thread.
+    """Run texts of any lengths together; per text `sentence_embedding` and `cls_embedding` (H,), `mlm_logits` (N, V) of
+    its own positions, and of a model that classifies `class_logits` (C,). A backend with several `lanes` gets as many
+    parts, by length: calls of one thread wait for each other once, the threads of one call after every operation.
     """
     order = sorted(range(len(texts)), key=lambda index: len(texts[index].ids))
     parts = in_lanes([len(texts[index].ids) for index in order], backend.lanes)

@@ -103,10 +103,9 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 class TextStream:
-    """Text from token ids as it becomes certain: never half a character, never a part of a stop string; the whole is
-    the sum of its parts. `decode` turns a list of ids into text (the tokenizer's).
-
-    `before`: the last token of what is continued. Many decoders write a word's space only after another word.
+    """Text from token ids as it becomes certain: never half a character or a part of a stop string; the whole is the
+    sum of its parts. `decode` turns a list of ids into text (the tokenizer's). `before`: the last token of what is
+    continued, because many decoders write a word's space only after another word.
     """
 
     def __init__(

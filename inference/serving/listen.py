@@ -1,5 +1,4 @@
-"""The port: bound before anything is loaded, with deadlines for connections, TLS, and a drain that loses
-nothing.
+"""The port: bound before anything is loaded, with deadlines for connections, TLS, and a drain that loses nothing.
 
 SIGTERM: `/ready` turns 503 and answers say `Connection: close`, but requests are still taken for some seconds,
 in which load balancers look elsewhere; then no new connection is made, those that the kernel has made are taken
@@ -15,6 +14,7 @@ import signal
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,11 +56,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def refuse_new(listener: socket.socket) -> bool:
-    """Let the kernel drop what would begin a connection, so that none is made and then reset by closing.
-
-    A filter of packets (classic BPF, which needs no rights): the 14th byte of the TCP header, SYN without ACK. A client
-    tries again after a second and finds the port closed. False where a kernel has no such thing.
+def refuse_new(listener: socket.socket) -> None:
+    """Let the kernel drop what would begin a connection, so that none is made and then reset by closing: a client tries
+    again after a second and finds the port closed. A filter of packets (classic BPF, which needs no rights) looks at
+    the 14th byte of the TCP header for SYN without ACK.
     """
     drop_syn = (
         (0x30, 0, 0, 13),  # load the byte of flags
@@ -71,11 +70,8 @@ def refuse_new(listener: socket.socket) -> bool:
     )
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in drop_syn))
     program = struct.pack("HL", len(drop_syn), ctypes.addressof(code))
-    try:
+    with suppress(OSError):  # of a kernel that has no such thing
         listener.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER, which Python does not name
-    except OSError:
-        return False
-    return True
 
 
 class DeadlineProtocol(HttpToolsProtocol):
@@ -200,9 +196,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(app: Starlette, server: Server, listener: socket.socket, tls: Sequence[Path | None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or None of both. Raises what opening
-    raised.
-    """
+    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or Nones. Raises as opening did."""
     how: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": DeadlineProtocol}
     how |= {"log_config": None, "access_log": False, "server_header": False}
     how |= {"timeout_graceful_shutdown": ANSWER_S, "timeout_keep_alive": KEEP_ALIVE_S}

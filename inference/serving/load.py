@@ -1,7 +1,5 @@
-"""Load on a server: many clients that ask without a pause, and what they saw.
-
-Works against any server that speaks OpenAI's completions or embeddings. Standard library only, one thread a
-client: a thread that waits for the network costs the measured server nothing.
+"""Load on any server that speaks OpenAI's completions or embeddings: many clients that ask without a pause, each a
+thread (one that waits for the network costs the measured server nothing), and what they saw.
 """
 
 import http.client

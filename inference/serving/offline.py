@@ -42,9 +42,7 @@ Cut = Callable[[str], list[str]] | None  # a text into pieces
 def open_reader(
     path: Path | str, options: BackendOptions, prompt: str | None = None
 ) -> tuple[Loaded, Reader]:
-    """The BERT at `path`, with this prompt (one of its own, or a text) before every text, and what reads texts for it.
-    Raises as `open_text_model` does.
-    """
+    """The BERT at `path`, and its reader of texts behind this prompt (its own or a text). Raises as `open_text_model`."""
     loaded, tokenizer = open_text_model(path, "bert", options)
     loaded = dataclasses.replace(loaded, sentence=loaded.sentence.prompted(prompt))
     context = loaded.sentence.context(loaded.backend.context)
@@ -80,10 +78,7 @@ def embed_texts(
     truncate: bool = False,
     prompt: str | None = None,
 ) -> np.ndarray:
-    """Embeddings of the texts with the encoder at `path`, each of length 1, float32 (texts, width).
-
-    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
-    """
+    """Embeddings by the encoder at `path`, of length 1, float32 (texts, width); `truncate`: of the beginnings."""
     loaded, reader = open_reader(path, options, prompt)
     names = [f"text {place}: {text[:60]}" for place, text in enumerate(texts, 1)]
     rows = [reader.frame({name: loaded.sentence.text(text)}, truncate) for name, text in zip(names, texts)]
@@ -93,11 +88,9 @@ def embed_texts(
 def generate_file(
     path: Path | str, source: Path, out: Path, like: Job, options: BackendOptions = AUTO
 ) -> dict[str, Any]:
-    """Continue the "prompt" of every line with the GPT at `path`, as a job without one says: the line with
-    "answers" and "finish".
-
-    A line's own `max_tokens`, `stop`, `samples` and sampling settings take the place of those given.
-    Returns counts. Raises WrongUse for a file without any request and for an OUT that is there already.
+    """Continue the "prompt" of every line with the GPT at `path`, as a job without one says or the line's own settings
+    (`Answering`) do: the line with "answers" and "finish". Returns counts. Raises WrongUse for a file without any
+    request and for an OUT that is there already.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     given = [loaded.input.hash, repr(like.sampling), like.max_tokens, like.stop, like.n]
@@ -115,11 +108,9 @@ def embed_file(
     prompt: str | None = None,
     chunk: bool = False,
 ) -> dict[str, Any]:
-    """Embed this field of every record with the BERT at `path`: the record with "embedding", of length 1.
-
-    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it; `chunk`
-    makes records of its pieces, each with its number as "chunk". `prompt`: one of the model's, or a text.
-    Returns counts and raises as `generate_file` does.
+    """Embed this field of every record with the BERT at `path`: the record with "embedding", of length 1. `truncate`
+    embeds the beginning of what is too long, else refused; `chunk` makes records of its pieces, each with its number as
+    "chunk". `prompt`: one of the model's, or a text. Returns counts and raises as `generate_file` does.
     """
     loaded, reader = open_reader(path, options, prompt)
     given = [loaded.input.hash, field, truncate, prompt, chunk]

@@ -1,6 +1,4 @@
-"""A model as the HTTP process sees it: its tokenizer and chat template, what each endpoint asks of it, and its
-processes. No endpoint here.
-
+"""A model as the HTTP process sees it: its tokenizer and chat template, what each endpoint asks of it, its processes.
 Everything that a request gets wrong raises WrongUse before anything is queued.
 """
 
@@ -166,9 +164,7 @@ class ServedModel:
         return np.array(given, np.int64)
 
     async def generate(self, jobs: Sequence[Job], watch: Watch) -> Deltas:
-        """Deltas of all answers as they come, as (number, delta). Leaving the loop early gives the slots back. Raises
-        WrongUse for more log-probabilities than are held at once.
-        """
+        """All answers as they come; leaving early gives the slots back. Raises WrongUse for too many logprobs."""
         values = 0
         for job in jobs if jobs[0].logprobs is not None else ():
             told = len(job.prompt_ids) * (job.prompt_logprobs is not None) + job.max_tokens * job.whole
@@ -249,7 +245,6 @@ class ChatTemplate:
     """A conversation becomes the ids that a model was trained to answer, by its own template (`chat_template.jinja`, or
     `chat_template` in `tokenizer_config.json`) in jinja's sandbox. Special tokens count only where the template writes
     them: the text of a message that spells one is read as those characters, so that nobody can forge the end of a turn.
-
     Raises WrongUse when the template cannot be compiled.
     """
 
