@@ -75,13 +75,6 @@ class Export:
         model = self.opened.model.to(self.device)
         return parity.reference_of(model, self.tokenizer, self.opened.input, pooling)
 
-    def leave_heads_out(self) -> None:
-        """The encoder alone, for embeddings. Raises WrongUse for a GPT."""
-        encoder = getattr(self.opened.model, "encoder", self.opened.model)
-        if not isinstance(encoder, BERT):
-            raise WrongUse("a GPT has no embedding", where="--outputs", fix="leave it out")
-        self.opened = self.opened._replace(model=build_with_head(encoder, Head("embedding", ())).eval())
-
     def keep_sentence(self) -> None:
         """What becomes of a text before the model, beside the export."""
         if self.sentence != MEAN:
@@ -140,9 +133,7 @@ def judge(
     cases: list[parity.Case] | None = None,
     bad_node: Callable[[], str] = lambda: "",
 ) -> None:
-    """Compare what runs an export with the torch model. Raises Refused, which begins with `what`, when something is
-    above its bound.
-    """
+    """Compare what runs an export with the torch model. Raises Refused, by this name, for what is above its bound."""
     judging, report, opened = export.judging, export.report, export.opened
     bounds = judging.bounds or bounds
     candidate = Loaded(opened.model.config, export.tokenizer, opened.input, backend)
@@ -158,9 +149,7 @@ def judge(
 
 @exports("onnx")
 def export_onnx(export: Export, options: GraphOptions = PLAIN) -> None:
-    """An ONNX artifact. Raises WrongUse for a graph that cannot be written and when text or calibration is missing,
-    Refused when something differs from torch by more than its bound.
-    """
+    """An ONNX artifact. Raises WrongUse for what cannot be written and missing text, Refused beyond a bound."""
     nodes = write_judged(export, options)
     export.keep_sentence()
     facts = {name: getattr(options, name) for name in ("precision", "variant", "opset", "names")}
@@ -169,8 +158,12 @@ def export_onnx(export: Export, options: GraphOptions = PLAIN) -> None:
 
 def write_judged(export: Export, options: GraphOptions) -> int:
     """Write model.onnx, what describes it and the tokenizer, and judge it; returns its number of nodes."""
-    if options.outputs == "embedding":
-        export.leave_heads_out()
+    if options.outputs == "embedding":  # the encoder alone
+        encoder = getattr(export.opened.model, "encoder", export.opened.model)
+        if not isinstance(encoder, BERT):
+            raise WrongUse("a GPT has no embedding", where="--outputs", fix="leave it out")
+        without = build_with_head(encoder, Head("embedding", ()))
+        export.opened = export.opened._replace(model=without.eval())
     opened, folder, graph = export.opened, export.folder, export.folder / "model.onnx"
     config, described = opened.model.config, description(opened.model)
     pooling = options.pooling or export.sentence.name
@@ -278,9 +271,7 @@ def _parity_facts(report: Report) -> dict[str, Any]:
 
 
 def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
-    """Copy tokenizer.json with what stands beside it, a chat template too; returns the ids of its special tokens by
-    our names.
-    """
+    """Copy tokenizer.json with what stands beside it; returns the ids of its special tokens by our names."""
     if opened.tokenizer is None:
         return {}
     from ...data.tokenizer import Tokenizer, write_beside

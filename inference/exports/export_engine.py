@@ -269,11 +269,10 @@ def _block(text: str) -> int | None:
 def engine_facts(
     kernels: list[Kernel], config: TransformerConfig, precision: str, profiles: int = 1, whole: bool = True
 ) -> dict[str, Any]:
-    """Counts for a manifest, of one profile: kernels in all, of the largest inner block (the first and the last
-    share kernels with what stands around them), fused attention; and the types of the blocks' products.
-
-    Raises Refused when these are in another precision than the graph, and, where the list is `whole` (an inspector may
-    leave out anything), when it names no type or an attention block was not fused.
+    """Counts for a manifest, of one profile: kernels in all, of the largest inner block (the first and the last share
+    kernels with what stands around them), fused attention; and the types of the blocks' products. Raises Refused when
+    these are in another precision than the graph, and, where the list is `whole` (an inspector may leave out anything),
+    when it names no type or an attention block was not fused.
     """
     per_block = Counter(kernel.block for kernel in kernels if kernel.block is not None)
     fused = sum("_mha" in kernel.name for kernel in kernels) // profiles

@@ -63,10 +63,8 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
 
 
 def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:
-    """What vLLM and TEI would miss in this directory; an empty list: nothing that is known.
-
-    By their documentation and source (vLLM: GPT-2 and Llama model files, supported pooling models; TEI:
-    router/src/lib.rs and the BERT back end). *Not run* here.
+    """What vLLM and TEI, *not run* here, would miss in this directory, by their documentation and source (vLLM: GPT-2
+    and Llama model files, supported pooling models; TEI: router/src/lib.rs and the BERT back end).
     """
     vllm = [] if (directory / "tokenizer.json").is_file() else ["tokenizer.json is missing"]
     tei, kind = [*vllm], fields["model_type"]

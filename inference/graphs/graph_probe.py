@@ -107,9 +107,8 @@ def first_bad_node(graph: Path, config: ModelConfig) -> str:
 def check_fusion(
     found: Mapping[str, int], config: TransformerConfig, options: GraphOptions
 ) -> dict[str, Any]:
-    """How many of each fused operator ONNX Runtime's optimised graph holds, beside how many there should be.
-
-    Raises Refused when one is missing. A graph of an opset without Attention, or for TensorRT, has none.
+    """How many of each fused operator ONNX Runtime's optimised graph holds, beside how many there should be (of an
+    opset without Attention, or for TensorRT, none). Raises Refused when one is missing.
     """
     layers, expected = config.layers, {}
     if found["com.microsoft.Attention"] or found["com.microsoft.QAttention"]:

@@ -87,9 +87,7 @@ class Blocks:
         return self.graph.product(x, name, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
 
     def norm(self, x: str, name: str, out: str = "") -> str:
-        """The config's norm over the last dim. The operators compute it in float32 whatever x is
-        (`stash_type` 1) and scale the result in the type of x.
-        """
+        """The config's norm over the last dim, in float32 whatever x is (`stash_type` 1), scaled in the type of x."""
         graph, epsilon = self.graph, self.config.norm_epsilon
         if f"{name}.weight" not in self.state:  # the first behind a norm of the embeddings
             return x
@@ -135,12 +133,9 @@ class Blocks:
         return graph.node("Mul", graph.node("Mul", x, half), graph.node("Add", share, one))
 
     def project(self, x: str, name: str) -> tuple[str, str, str]:
-        """Query (batch, A, sequence, D), key and value (batch, G, sequence, D) of the attention called
-        `name`, whose rows are put in the order (parts, heads, D).
-
-        Between product and attention stands the form that TensorRT fuses best: one transposition and slices
-        for a BERT (9 kernels a layer against 10 or 11), a split for a GPT with its cache (8 against 10). ONNX
-        Runtime runs both equally fast.
+        """Query (batch, A, sequence, D), key and value (batch, G, sequence, D) of the attention called `name`, whose
+        rows are put in the order (parts, heads, D), as TensorRT fuses best: one transposition and slices for a BERT (9
+        kernels a layer against 10 or 11), a split for a GPT with its cache (8 against 10).
         """
         heads, groups = self.config.heads, self.config.key_value_heads
         if f"{name}.qkv.weight" in self.state:
@@ -227,9 +222,7 @@ class Blocks:
         return graph.node("Concat", *turned, axis=-1)
 
     def explicit_attention(self, query: str, key: str, value: str, hidden: str) -> str:
-        """Attention from standard parts, softmax in float32. `hidden` (batch, 1 or A, sequence, keys) is added
-        to the scores: 0 or `HIDDEN_BY_MASK`, and a bias.
-        """
+        """Attention in standard parts, softmax in float32 of scores plus `hidden` (batch, 1 or A, sequence, keys)."""
         graph, size = self.graph, self.config.head_size
         query = graph.node("Mul", query, graph.number(self.scale))
         key = self._repeated(graph.node("Transpose", key, perm=[0, 1, 3, 2]), (size, -1))

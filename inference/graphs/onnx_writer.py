@@ -40,9 +40,8 @@ CONTRIB = "com.microsoft"  # ONNX Runtime's own operators; every other node is s
 
 
 class Graph:
-    """An ONNX graph under construction; tensors are named by strings, `node` returns the name of its output.
-
-    `half`: products and the values between them are float16; norms, softmax and outputs stay float32.
+    """An ONNX graph under construction; tensors are named by strings, `node` returns the name of its output. `half`:
+    products and the values between them are float16; norms, softmax and outputs stay float32.
     """
 
     def __init__(self, options: GraphOptions = PLAIN) -> None:
@@ -130,9 +129,7 @@ class Graph:
         return self.weight(name, small)
 
     def product(self, x: str, name: str, weight_OI: np.ndarray, bias_O: np.ndarray | None) -> str:
-        """`x @ weight^T + bias` as the options say; x is in the type of the products. Plain weights are stored
-        (in, out), as MatMul multiplies them.
-        """
+        """`x @ weight^T + bias` as the options say, x in the type of the products; plain weights are stored (I, O)."""
         options = self.options
         bias = [] if bias_O is None else [self.constant(f"{name}.bias", bias_O)]
         if options.blocks:
@@ -167,9 +164,7 @@ class Graph:
         return self.node("DequantizeLinear", self.node("QuantizeLinear", x, *ends), *ends)
 
     def save(self, path: Path, metadata: dict[str, str], external_bytes: int = EXTERNAL_BYTES) -> int:
-        """Write the model, check it with ONNX's own checker, and return its number of nodes. Weights of more than
-        `external_bytes` together are written to `<path>.data`.
-        """
+        """Write the model, its weights to `<path>.data` if they are larger, and check it; its number of nodes."""
         external = sum(value.nbytes for value in self._weights.values()) > external_bytes
         with open(path.with_name(path.name + ".data"), "wb") if external else nullcontext() as file:
             tensors = [self._tensor(name, value, file) for name, value in self._weights.items()]

@@ -1,9 +1,8 @@
 """Does an exported model compute what the torch model computes? The report that every export ends with.
 
-Both are driven through the same protocol over a sweep of shapes: length 1, odd lengths, the whole context,
-ragged batches, prompts in pieces, decoding on ragged pasts. An output passes when its largest error is at
-most a bound times the scale of the reference. Logits are compared in pieces of `PIECE_NUMBERS`, so that
-8,192 tokens of a 128,256-word vocabulary need no more memory than 65.
+Both are driven through the same protocol over a sweep of shapes: length 1, odd lengths, the whole context, ragged
+batches, prompts in pieces, decoding on ragged pasts. An output passes when its largest error is at most a bound times
+the scale of the reference. Logits are compared in pieces of `PIECE_NUMBERS`, whatever the vocabulary and the length.
 """
 
 import dataclasses
@@ -227,9 +226,7 @@ def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: B
 
 
 def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lambda: "") -> None:
-    """Raise Refused when a report did not pass, naming the first line above its bound; `bad_node` says where in the
-    graph the first number that is not finite appears.
-    """
+    """Raise Refused, by the first line above a bound, when a report did not pass; `bad_node` says where a NaN begins."""
     scores, text = report.get("scores"), report.get("text")
     if scores and not scores["passed"]:
         name, change = min(scores["difference"].items(), key=lambda item: item[1])

@@ -30,9 +30,7 @@ WORTH = 1.1  # times the speed from which another file to keep and a longer star
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
-    """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s} of `call_of`; where known with
-    floor_ms of this GPU and t4_tensorrt_fp16_ms, which NVIDIA reported.
-    """
+    """Times of `call_of` by backend and case, where known beside this GPU's floor and what NVIDIA reported of a T4."""
     rows = []
     for what, batch, tokens in _cases(loaded):
         times_s = measure(call_of(loaded, tokens, batch, what), seconds)

@@ -10,8 +10,7 @@ rows (a power of two) and of places that they look at (a power of two) it is cap
 of its own for ids and places, and replayed from then on: one launch. Rows that take no part compute a token of no
 meaning behind what they hold, where the next one overwrites it. What cannot be captured is launched.
 
-Shape letters: T tokens of the step, R rows of a group, A heads, G key-value heads, P places of a row, D head
-width.
+Letters: T tokens of the step, R rows of a group, A heads, G key-value heads, P places of a row, D head width.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -101,7 +101,7 @@ def find_model(path: Path | str) -> FoundModel:
 
 
 def open_model(path: Path | str) -> OpenedModel:
-    """The torch model at `path`. Raises WrongUse for none, Refused for one that is damaged or that ours cannot express."""
+    """The torch model at `path`. Raises WrongUse for none, Refused for a damaged one and what ours cannot express."""
     return find_model(path).open()
 
 

@@ -6,8 +6,7 @@
   its second run, in a context of its own, to whose shapes and addresses the graph belongs: a step of GPT-2 is about a
   hundred launches, and a replay is one. TensorRT-RTX swaps kernels while it runs: it is told to capture by itself.
 
-No engine has been run by the tests here: they drive this against a fake module of the recorded interface, which
-computes with ONNX Runtime.
+Tests run no engine: they drive this against a fake module of the recorded interface, which computes with ONNX Runtime.
 """
 
 import re

@@ -42,7 +42,7 @@ Cut = Callable[[str], list[str]] | None  # a text into pieces
 def open_reader(
     path: Path | str, options: BackendOptions, prompt: str | None = None
 ) -> tuple[Loaded, Reader]:
-    """The BERT at `path`, and its reader of texts behind this prompt (its own or a text). Raises as `open_text_model`."""
+    """The BERT at `path`, and its reader of texts behind this prompt (its own or any). Raises as `open_text_model`."""
     loaded, tokenizer = open_text_model(path, "bert", options)
     loaded = dataclasses.replace(loaded, sentence=loaded.sentence.prompted(prompt))
     context = loaded.sentence.context(loaded.backend.context)
