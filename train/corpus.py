@@ -32,9 +32,7 @@ class Corpus:
 
 
 def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:
-    """Text is tokenised into `cache`, once; without one only its size and vocabulary are told. Raises WrongUse for what
-    is missing or does not fit together, Refused for what is damaged, and what `tokenize` raises.
-    """
+    """Text is tokenised into `cache`, once; without it its size is told. Raises WrongUse, Refused, as `tokenize`."""
     data = recipe.data
     paths, validation = [source.path for source in data.sources()], data.validation
     if not data.tokenizer:

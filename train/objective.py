@@ -135,9 +135,7 @@ def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str,
 
 
 def bound_documents(rows: dict[str, np.ndarray], unpad: bool = False) -> dict[str, np.ndarray]:
-    """The numbers of documents, or the mask of real tokens, as the bounds of runs of tokens; padding is a run of its
-    own. Their count is filled up to a power of two by empty documents: a compiled step meets few shapes.
-    """
+    """Bounds of runs of tokens of one document or of padding; empty ones make them a power of two, for few shapes."""
     if ROW_DOCUMENTS in rows:
         rows["document_bounds"] = _chunk_bounds(rows.pop(ROW_DOCUMENTS), rows["input_ids"].shape[1] // 2)
         return rows

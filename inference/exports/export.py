@@ -162,8 +162,7 @@ def write_judged(export: Export, options: GraphOptions) -> int:
         encoder = getattr(export.opened.model, "encoder", export.opened.model)
         if not isinstance(encoder, BERT):
             raise WrongUse("a GPT has no embedding", where="--outputs", fix="leave it out")
-        without = build_with_head(encoder, Head("embedding", ()))
-        export.opened = export.opened._replace(model=without.eval())
+        export.opened = export.opened._replace(model=build_with_head(encoder, Head("embedding", ())).eval())
     opened, folder, graph = export.opened, export.folder, export.folder / "model.onnx"
     config, described = opened.model.config, description(opened.model)
     pooling = options.pooling or export.sentence.name

@@ -8,6 +8,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,22 +213,14 @@ def _write_configs(
         },
     }
     for name, config in configs.items():
-        lines = text_format({"name": name, "max_batch_size": sizes[-1], **config})
         (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.pbtxt").write_text("\n".join(lines) + "\n")
+        text = text_format({"name": name, "max_batch_size": sizes[-1], **config})
+        (folder / name / "config.pbtxt").write_text(text)
     (folder / ENSEMBLE / "1").mkdir()
     (folder / ENSEMBLE / "1" / ".keep").touch()  # Triton wants a version's folder of an ensemble too
 
 
-def text_format(message: dict[str, Any], margin: str = "") -> list[str]:
-    """A message in protobuf's text format, a line each field; names of enums are words in capitals."""
-    lines = []
-    for name, value in message.items():
-        for one in value if isinstance(value, list) and name != "dims" else [value]:
-            if isinstance(one, dict):
-                lines += [f"{margin}{name} {{", *text_format(one, margin + "  "), f"{margin}}}"]
-            elif isinstance(one, str) and name not in ("data_type", "kind"):
-                lines.append(f"{margin}{name}: {json.dumps(one)}")
-            else:
-                lines.append(f"{margin}{name}: {str(one).lower() if one is True else one}")
-    return lines
+def text_format(message: dict[str, Any]) -> str:
+    """A message in protobuf's text format: JSON without quotes around names of fields and of enums."""
+    text = re.sub(r'"(\w+)":', r"\1:", json.dumps(message, indent=2))
+    return re.sub(r'"((TYPE|KIND)_\w+)"', r"\1", text).removeprefix("{").removesuffix("}")

@@ -226,7 +226,7 @@ def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: B
 
 
 def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lambda: "") -> None:
-    """Raise Refused, by the first line above a bound, when a report did not pass; `bad_node` says where a NaN begins."""
+    """Raise Refused, by the first line above a bound, if a report did not pass; `bad_node` says where a NaN begins."""
     scores, text = report.get("scores"), report.get("text")
     if scores and not scores["passed"]:
         name, change = min(scores["difference"].items(), key=lambda item: item[1])

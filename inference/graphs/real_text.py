@@ -86,9 +86,9 @@ def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRow
 
 
 def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds: Bounds) -> dict[str, Any]:
-    """Mean KL divergence and top-1 agreement on the judging rows (a GPT's next tokens, a BERT's 15 % that are masked here,
-    the labels of a fine-tuned one), and whether they are within the bounds. `contested`: agreement where the reference
-    is right (of labels: is) with a probability below 0.9, None where it nowhere is.
+    """Mean KL divergence and top-1 agreement on the judging rows (a GPT's next tokens, a BERT's 15 % that are masked
+    here, the labels of a fine-tuned one), and whether they are within the bounds. `contested`: agreement where the
+    reference is right, of labels undecided, with a probability below 0.9; None where it nowhere is.
     """
     tally, losses = Tally(logits=True), np.zeros(2)
     contested = missed = 0

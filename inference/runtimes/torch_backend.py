@@ -17,15 +17,12 @@ from ...models.layers import Attention
 from .packed import DecodeGraphs, Packed, packed_logits
 from .source import Loaded, context_of
 
+Module = GPT | BERT | BERTWithHead
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 def run_module(
-    model: GPT | BERT | BERTWithHead,
-    tokenizer: Path | None,
-    source: Input,
-    options: BackendOptions = AUTO,
-    reads: bool = False,
+    model: Module, tokenizer: Path | None, source: Input, options: BackendOptions = AUTO, reads: bool = False
 ) -> Loaded:
     """The torch module behind the protocol of its family, or of an encoder where a GPT `reads`."""
     compiled, classes = options.runtime == "torch-compiled", tuple[str, ...]()
@@ -53,8 +50,8 @@ class TorchCausal:
         self.vocab_size, self.context = config.vocab_size, context or config.sequence_length
         self._like = like = model.token_table.weight
         self.device, self.dtype = str(like.device), DTYPE_NAMES[like.dtype]
-        heads = config.layers * config.key_value_heads
-        self.token_bytes = 2 * heads * config.head_size * like.element_size()
+        numbers = 2 * config.layers * config.key_value_heads * config.head_size
+        self.token_bytes = numbers * like.element_size()
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
         self.graphs: DecodeGraphs | None = None
         self.limits = Limits()
@@ -65,8 +62,7 @@ class TorchCausal:
 
     def new_cache(self, rows: int) -> KeyValueCache:
         """Room for whole contexts; memory of a CPU that no token has reached is not touched."""
-        like = self._like
-        return KeyValueCache(self.model.config, rows, self.context, like)
+        return KeyValueCache(self.model.config, rows, self.context, self._like)
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
@@ -114,13 +110,11 @@ def rows_that_fit(device: torch.device, row_bytes: int, share: float) -> int:
 
 
 class TorchEncoder(OneCall):
-    """A BERT module with its pretraining heads or a fine-tuned one, or a GPT that embeds
-    (`core.backend.EncoderBackend`). `compiled`: its blocks through torch.compile.
-    """
+    """A BERT with heads or a GPT that embeds (`core.backend.EncoderBackend`); `compiled`: by torch.compile."""
 
     name = "torch"
 
-    def __init__(self, model: BERT | BERTWithHead | GPT, compiled: bool = False) -> None:
+    def __init__(self, model: Module, compiled: bool = False) -> None:
         self.model = model.eval()
         self._encoder = encoder = model.encoder if isinstance(model, BERTWithHead) else model
         self.vocab_size, self.context = encoder.config.vocab_size, encoder.config.sequence_length

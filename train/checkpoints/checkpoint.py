@@ -263,9 +263,7 @@ def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
 def load_model(
     path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Path | None]:
-    """The model of a run (its latest checkpoint) or of a checkpoint, in eval mode, and its tokenizer.json, if any.
-    Raises WrongUse when there is no checkpoint and Refused when a file of it is cut or changed.
-    """
+    """A run's model, in eval mode, and its tokenizer.json. Raises WrongUse without checkpoint, Refused if damaged."""
     directory = locate(path)
     verify_artifact(directory)
     described = read_json(directory / "model.json")

@@ -35,9 +35,7 @@ FREE = ("dropout", "sequence_length", "mlm_transform", *huggingface_config.NOT_T
 
 
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
-    """The model at `path`, with its head if it has one, and its tokenizer.json, if any. Raises WrongUse for what is no
-    model, Refused for a damaged or dangerous one, Failed for one that does not fit.
-    """
+    """The model at `path` and its tokenizer.json. Raises WrongUse, Refused (damaged, dangerous) or Failed (unfit)."""
     path = Path(path)
     if (path / "config.json").is_file():
         if is_artifact(path):

@@ -22,9 +22,7 @@ Row = dict[str, np.ndarray]  # input_ids (S,), token_types (S,), and what the ta
 
 
 def read_records(path: str, squad: bool = False) -> list[Record]:
-    """The records of a file, in the formats of `data/records.py`. With `squad` one for each question: id, question,
-    context, answers. Raises WrongUse for a file that is not there.
-    """
+    """Records of a file by `data/records.py`; with `squad` each a question (id, question, context, answers)."""
     if not Path(path).is_file():
         raise WrongUse("no such file of records", where=path, fix="check data.train and data.validation")
     found = [record.data for record in records.read_records([Path(path)])]

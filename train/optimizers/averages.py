@@ -17,9 +17,7 @@ Engine = Any  # of the floor above (train/engine.py), which takes `follow` from 
 
 @torch.no_grad()
 def follow(optimizer: Optimizer, values: Iterable[Tensor], finite: Tensor | None = None) -> None:
-    """Take values into their averages, if there are any, after a step: with `finite` one of fused AdamW, which has
-    moved and counted nothing where that is false.
-    """
+    """Take values into their averages, if any, after a step; `finite`: whether one of fused AdamW has moved them."""
     weight: Any = 1 - optimizer.param_groups[0].get("ema_decay", 0.0)
     moved = [value for value in values if optimizer.state.get(value)] if weight < 1 else []
     if not moved:

@@ -27,9 +27,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
 
 
 def _wanted(ctx: Any, index: int) -> bool:
-    """Whether this pass of backward wants the gradient of an input: zero-bubble schedules take two passes.
-
-    `ctx.needs_input_grad` does not know of it. Without torch's private answer both are computed: right and slower.
+    """Whether this pass of backward wants an input's gradient, which `ctx.needs_input_grad` does not know: zero-bubble
+    schedules take two passes. Without torch's private answer both are computed: right and slower.
     """
     if is_compiling():  # a graph computes all of its gradients at once
         return ctx.needs_input_grad[index]

@@ -47,9 +47,7 @@ def shape_beside(recipe: Recipe) -> ModelConfig | None:
 
 
 def shape_of(path: Path | str) -> ModelConfig | None:
-    """The shape that lies beside the weights at `path`, which are not read: a directory of Hugging Face's, a run, a
-    checkpoint. None where none does. Raises Refused for a model that ours cannot express.
-    """
+    """The shape beside the weights at `path`, which are not read; None without. Raises Refused for unknown kinds."""
     path = Path(path)
     if (path / "config.json").is_file():
         from ...models.huggingface import read_config, read_directory  # by those alone who begin with weights
