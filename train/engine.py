@@ -274,9 +274,7 @@ class Engine:
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer, factor: float | Tensor, finite: Tensor | None = None) -> None:
-        """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now. With
-        `finite`, of the device like `factor`, torch's fused AdamW does so itself, and nothing where it is false.
-        """
+        """Multiply the gradients by `factor` and update; with `finite` torch's fused AdamW does both, or nothing."""
         if self.offload is not None:
             assert isinstance(factor, float), "decided by the host"
             self.offload.step(optimizer, factor)

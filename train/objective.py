@@ -145,8 +145,7 @@ def bound_documents(rows: dict[str, np.ndarray], unpad: bool = False) -> dict[st
         return rows
     starts, tokens = _begins(numbers).reshape(-1), numbers.size
     if unpad and (room := _room(numbers)) < tokens:
-        kept = numbers.reshape(-1) >= 0
-        starts, tokens = _unpad(rows, starts, kept, room), room
+        starts, tokens = _unpad(rows, starts, numbers.reshape(-1) >= 0, room), room
     rows["document_bounds"] = _closed(np.flatnonzero(starts), tokens)
     return rows
 

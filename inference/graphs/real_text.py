@@ -56,9 +56,7 @@ class TextRows:
 
 
 def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRows:
-    """A plain text file as rows of tokens, framed by the tokenizer's [CLS] and [SEP] if it has them. Raises WrongUse
-    when there is no tokenizer, no such file, or too little text for two rows.
-    """
+    """A text file as rows of tokens, framed by [CLS] and [SEP]. Raises WrongUse without tokenizer, file, two rows."""
     from ...data.tokenizer import Tokenizer
 
     path = Path(path)

@@ -128,9 +128,7 @@ def fastest(candidates: Mapping[str, Callable[[], Loaded]]) -> Loaded:
 def call_of(
     loaded: Loaded, tokens: int = CHOICE_TOKENS, batch: int = 1, what: str = "decode"
 ) -> Callable[[], Any]:
-    """A call that serving makes, on random ids: a GPT's step of a token a row behind so many, or its `prefill` of them;
-    all outputs of a BERT, with one masked position a row.
-    """
+    """A call that serving makes, on random ids: a GPT's step behind so many tokens or `prefill`, a BERT's outputs."""
     tokens = min(tokens, loaded.config.sequence_length - 1)
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (batch, tokens))
     if loaded.encoder is not None:

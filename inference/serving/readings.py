@@ -51,8 +51,7 @@ async def fill_mask(call: Call, body: api.FillMaskBody) -> dict[str, Any]:
     filled = masked.ids.copy()
     filled[positions] = best_NK[:, 0]
     framing = (reader.tokenizer.cls_id, reader.tokenizer.sep_id)
-    text = decode([i for i in filled if i not in framing])  # with the best in place
-    return _list(call, data) | {"text": text}
+    return _list(call, data) | {"text": decode([i for i in filled if i not in framing])}
 
 
 async def classify(call: Call, body: api.ClassifyBody) -> dict[str, Any]:

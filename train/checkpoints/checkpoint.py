@@ -211,9 +211,7 @@ def load_weights(directory: Path, model: nn.Module | Engine, averages: bool = Tr
 
 
 def restore(directory: Path, trainer: Trainer) -> None:
-    """Bring a trainer to the state of a verified checkpoint: on a CPU to the last bit in the same layout, thread count
-    and torch, a difference in which is said; on CUDA to rounding where sums come in any order.
-    """
+    """Bring a trainer to a checkpoint's state: on a CPU to the bit in a like layout and torch, on CUDA to rounding."""
     state = read_json(directory / "state.json")
     engine = trainer.engine
     engine.wait()

@@ -63,9 +63,7 @@ def shape_of(path: Path | str) -> ModelConfig | None:
 
 
 def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
-    """The model's config: preset or the shape of the weights to begin with, overrides, the vocabulary of the tokens
-    unless one is set there. Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
-    """
+    """Preset or shape of the weights to begin with, overrides, the tokens' vocabulary unless set. Raises WrongUse."""
     fields = _own_fields(recipe)
     if vocab_size is not None:
         fields.setdefault("vocab_size", vocab_size)
