@@ -154,9 +154,7 @@ def answer_f1(predicted: str, right: str) -> float:
 
 def squad(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
     """Exact match and F1 in percent, each question with the best of its answers (Rajpurkar et al. 2016)."""
-    exact = [
-        max(answer_words(text) == answer_words(answer) for answer in given)
-        for text, given in zip(predicted, answers, strict=True)
-    ]
-    f1 = [max(answer_f1(text, answer) for answer in given) for text, given in zip(predicted, answers)]
+    pairs = list(zip(predicted, answers, strict=True))
+    exact = [max(answer_words(text) == answer_words(one) for one in given) for text, given in pairs]
+    f1 = [max(answer_f1(text, one) for one in given) for text, given in pairs]
     return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(f1) / len(f1)}

@@ -132,9 +132,7 @@ class PhaseMemory:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """FLOP/s against which utilisation is stated, and where the figure is from: a GPU's is the dense peak of its row in
-    chips.toml. A CPU's clock and vector units are not known well enough: the fastest of a few matrix products (20 ms).
-    """
+    """FLOP/s for utilisation and their source: a GPU's peak in chips.toml, a CPU's best of a few products (20 ms)."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         chip = find_chip(facts.name, facts.total_memory)

@@ -50,8 +50,7 @@ def convergence(
     target: TargetSection, figures: dict[str, Any], samples: int, batch_rows: int, seconds: float
 ) -> dict[str, Any]:
     """What was asked for, what it took, and the published point of the nearest batch: of BERT-Large at 512 from the
-    reference's own checkpoint, beside which other runs stand, not against. A sample is a row; of packed rows, which
-    hold several sentence pairs, fewer are needed.
+    reference's own checkpoint, beside which other runs stand, not against. A sample is a row; packed ones are fewer.
     """
     near = min(REFERENCE_POINTS, key=lambda batch: abs(batch - batch_rows))
     return {

@@ -115,9 +115,7 @@ def _validation(stored: int, length: int) -> float:
 
 
 def fitted(tree: dict[str, Any], machine: str) -> dict[str, Any]:
-    """The recipe with the largest micro-batch (a power of two, at most 64 rows) that fits, with as little as possible
-    shared out and recomputed. Raises WrongUse when not even one row fits, naming how many devices would hold the model.
-    """
+    """The recipe with the largest micro-batch, least shared out and recomputed, that fits. Raises WrongUse for none."""
     room, gpus = capacity_bytes(chips()[machine].memory_gib), tree["parallel"]["data"]
 
     def spread(rows: int, sharding: str, recompute: str, gpus: int = gpus) -> dict[str, Any]:
@@ -160,8 +158,7 @@ def is_text(path: str) -> bool:
 
 def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
     """The shipped recipe for this text on this machine, and the overrides by which it trains on it: the longest that
-    reads the text at most MOST_EPOCHS times, else the shortest with fewer steps. Its tokenizer is made in the run's
-    cache, unless the weights that the run begins with have one. What is picked and why is said.
+    reads the text at most MOST_EPOCHS times, else the shortest with fewer steps. Its tokenizer is in the run's cache.
     """
     from ...data.ingest.inputs import expand_inputs
     from ...data.ingest.readers import ReadOptions
@@ -191,8 +188,7 @@ def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
         say(f"next longer: throughline train {other}; it would read this text {times} times")
     out, record = run_dir / "cache" / "tokenizer", input_record(text)
     if not is_artifact(out) or read_manifest(out).inputs != (record,):
-        options, counts = ReadOptions(), Counter[str]()
-        texts = sample(expand_inputs([text]), options, 10**9, counts)
+        texts = sample(expand_inputs([text]), ReadOptions(), 10**9, Counter())
         vocabulary = recipes[name].model.overrides["vocab_size"]
         train_tokenizer(texts, "bpe", vocabulary).save(out, [record], {"trained": True}, overwrite=True)
     return [name, *given, f"data.tokenizer={out}"]

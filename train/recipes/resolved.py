@@ -52,8 +52,7 @@ def shape_of(path: Path | str) -> ModelConfig | None:
     if (path / "config.json").is_file():
         from ...models.huggingface import read_config, read_directory  # by those alone who begin with weights
 
-        fields, state = read_directory(path)
-        return read_config(fields, state, str(path / "config.json"))
+        return read_config(*read_directory(path), str(path / "config.json"))
     latest = path / "checkpoints" / "latest"
     file = (latest.parent / latest.read_text().strip() if latest.is_file() else path) / "model.json"
     if not file.is_file():
