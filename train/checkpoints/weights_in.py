@@ -145,8 +145,7 @@ def read_nanogpt(path: Path) -> GPT:
     theirs = {}
     for name, value in state.items():
         name = name.removeprefix("_orig_mod.")
-        turned = ".attn." in name or ".mlp." in name
-        theirs[name] = value.t() if turned and value.dim() == 2 else value
+        theirs[name] = value.t() if value.dim() == 2 and (".attn." in name or ".mlp." in name) else value
     model = empty_model(config, "cpu", torch.float32)
     ours = dict(model.named_parameters())
     table = families.pairs(config, huggingface_config.family_of_shape(config))

@@ -198,8 +198,7 @@ class QuestionAnswering(Task):
     def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
         logits = model.classify(hidden_BSW).masked_fill(~batch["attention_mask"][..., None], float("-inf"))
         start, end = logits.unbind(-1)
-        total = cross_entropy_sum(start, batch["start"]) + cross_entropy_sum(end, batch["end"])
-        return total.view(1) / 2
+        return (cross_entropy_sum(start, batch["start"]) + cross_entropy_sum(end, batch["end"])).view(1) / 2
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """The span of the largest sum of logits over all windows of a question."""

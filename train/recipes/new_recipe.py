@@ -47,9 +47,8 @@ def new_recipe(
     stored: int = 0,
 ) -> str:
     """The text of a recipe. `machine` is a name in core/chips.toml or "cpu"; `tokens` is the length of the run,
-    `stored` that of the token store where it is known; with `init_from` the shape is that of these weights.
-
-    Raises WrongUse for an unknown model or machine, one that does not hold it, and a store too small to validate on.
+    `stored` that of the token store where it is known; with `init_from` the shape is that of these weights. Raises
+    WrongUse for an unknown model or machine, one that does not hold it, and a store too small to validate on.
     """
     shape = shape_of(init_from) if init_from else preset(model)
     if shape is None:
