@@ -223,8 +223,7 @@ def _call(spans: Sequence[Span], group: list[int], held: np.ndarray) -> Call:
     by_row = {spans[i].row: i for i in group}
     first, last = spans[group[0]].row, spans[group[-1]].row
     owners = tuple(by_row.get(row) for row in range(first, last + 1))
-    longest = max(len(spans[i].ids) for i in group)
-    ids = np.zeros((len(owners), longest), np.int64)
+    ids = np.zeros((len(owners), max(len(spans[i].ids) for i in group)), np.int64)
     past = held[first : last + 1].copy()
     ask = np.zeros((len(owners), max(spans[i].asked for i in group)), np.int64)
     for line, owner in enumerate(owners):

@@ -176,8 +176,7 @@ class Packed:
                     heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=mask, **bent)
                     found.append(heads.permute(2, 1, 0, 3))
                 else:
-                    causal = mask is None
-                    found.append(scaled_dot_product(q, k, v, mask=mask, is_causal=causal, **bent))
+                    found.append(scaled_dot_product(q, k, v, mask=mask, is_causal=mask is None, **bent))
             return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
         return attend

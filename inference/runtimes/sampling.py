@@ -147,8 +147,7 @@ def filtered(logits_RV: Array, settings: Sequence[Sampling]) -> Array:
     """
     xp = library(logits_RV)
     by_R2 = beside(logits_RV, np.array([[max(s.temperature, 1e-4), s.min_p] for s in settings], np.float32))
-    largest_R1 = xp.amax(logits_RV, axis=1, keepdims=True)
-    weights = xp.exp((logits_RV - largest_R1) / by_R2[:, :1])
+    weights = xp.exp((logits_RV - xp.amax(logits_RV, axis=1, keepdims=True)) / by_R2[:, :1])
     limited = [row for row, s in enumerate(settings) if 0 < s.top_k < weights.shape[1] or s.top_p < 1]
     floor_R1 = by_R2[:, 1:]
     if limited:

@@ -92,8 +92,7 @@ async def score(call: Call, body: api.ScoreBody) -> dict[str, Any]:
         scores = await _scored(call, ones, others, False)
     else:
         want = call.model.sentence.output(None)
-        answers = await _read_all(call, [*ones, *others], want)
-        vectors = [unit(answer[want]) for answer in answers]
+        vectors = [unit(answer[want]) for answer in await _read_all(call, [*ones, *others], want)]
         first = vectors[: len(ones)] * (len(others) // len(ones))
         scores = [float(one @ other) for one, other in zip(first, vectors[len(ones) :])]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]

@@ -144,8 +144,7 @@ class ServedModel:
 
     def completion(self, body: CompletionBody) -> list[Job]:
         self.limits.check_texts(len(body.prompt) * body.n, "prompt")
-        cut = body.truncate_prompt_tokens is not None
-        ids = [self._prompt_ids(one, cut) for one in body.prompt]
+        ids = [self._prompt_ids(one, body.truncate_prompt_tokens is not None) for one in body.prompt]
         return [self.job(body, one, body.max_tokens, body.logprobs) for one in ids]
 
     def room(self, prompt_tokens: int) -> int:

@@ -245,9 +245,7 @@ class SlotBatch:
         sequence.prompt += [Token(int(i), *one) for i, one in zip(targets, found)]
 
     def _choose(self, ready: list[tuple[Sequence, range]], logits_NV: Any) -> Deltas:
-        """The next token of every sequence whose prompt is read, and what was guessed behind it as far as it is what
-        the model says. `ready`: each with its lines of the logits.
-        """
+        """The next token of each sequence that is `ready`, with its lines of the logits, and guesses that are right."""
         if not ready:
             return []
         finite = library(logits_NV).isfinite(library(logits_NV).amax(logits_NV, 1)).tolist()
@@ -347,9 +345,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
 def answer(
     batch: SlotBatch, jobs: Iterable[Job], fail: Callable[[int, Exception], None] | None = None
 ) -> Iterator[tuple[int, int, TextDelta]]:
-    """Answer all jobs, which are drawn as places come free; yields (number of the job, which of its answers,
-    delta) as text is made. `fail` hears of jobs that an error ends (None: it is raised).
-    """
+    """(number of a job, which of its answers, delta) as text is made; `fail` hears of errors (None: raised)."""
     numbered = enumerate(jobs)
     while True:
         while len(batch.waiting) < batch.slots and (drawn := next(numbered, None)):
