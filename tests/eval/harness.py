@@ -83,6 +83,8 @@ def load(
             "test_split": "test",
             "fewshot_split": "dev" if examples else "test",
         }
+        if "samples:" in task_file(name).read_text():  # its own examples, which a split would stand before
+            made["fewshot_split"] = None
         names[name] = made["task"]
         (folder / f"{plain}.yaml").write_text(yaml.safe_dump(made))
     return TaskManager(include_path=str(folder), include_defaults=False), names
