@@ -59,6 +59,7 @@ LIKE_NANOGPT = {
     "log.every_steps": "1",
 }
 
+NO_WARM_UP = {"schedule.warmup_steps": 0}  # of runs too short for the recipe's
 QUICK_CHARACTERS = 200_000
 GPT124_ROWS = ((4, 256, 1.3), (1, 1024, 1.2))  # rows, length, goal
 QUICK_SHAPE = {"layers": 1, "width": 64, "heads": 1}  # of gpt124
@@ -228,9 +229,8 @@ def tokens_claims(place: Path, pairs: int, steps: int) -> list[Claim]:
 
     def ours() -> float:
         name = f"tokens-{next(count)}"
-        train_ours(
-            place, name, LIKE_NANOGPT | {"train.steps": steps, "schedule.decay_steps": min(steps, 120)}
-        )
+        lengths = {"train.steps": steps, "schedule.decay_steps": min(steps, 120)}
+        train_ours(place, name, LIKE_NANOGPT | NO_WARM_UP | lengths)
         return tokens / step_seconds_ours(place / name, skip)
 
     def nanogpt() -> float:
@@ -265,7 +265,7 @@ def loss_claim(
 ) -> tuple[Claim, list[dict]]:
     """Time to nanoGPT's loss after its 2,000 steps, one pair a seed; `quick` stops both early, and ours is eager."""
     steps = 20 if quick else 2000
-    short = {"train.steps": 10, "schedule.decay_steps": 10, "train.compile": "off"} if quick else {}
+    short = {"train.steps": 10, "schedule.decay_steps": 10} | NO_WARM_UP if quick else {}
     ours_s, theirs_s, details = [], [], []
     for seed in range(seeds):
         run_name = f"{name}-{seed}"
@@ -304,7 +304,8 @@ def gpt124_claims(
     overrides = {f"model.overrides.{key}": value for key, value in shape.items()}
     for rows, length, goal in GPT124_ROWS:
         count = iter(range(1000))
-        base = gpt124(rows, length) | overrides | {"train.steps": steps, "schedule.decay_steps": steps}
+        base = gpt124(rows, length) | overrides | NO_WARM_UP
+        base |= {"train.steps": steps, "schedule.decay_steps": steps}
 
         def ours(length=length, base=base, count=count) -> float:
             name = f"gpt124-{length}-{next(count)}"
