@@ -189,8 +189,9 @@ class SlotBatch:
                 for sequence in self._live:
                     sequence.guesses = look_up(sequence.known(), sequence.room)
         except Exception as error:
-            warn(f"the draft model is left out from here on: {type(error).__name__}: {error}")
-            self._draft = None
+            by = "the draft model" if self._draft else "the look-up"
+            warn(f"nothing is guessed ahead from here on, {by} failed: {type(error).__name__}: {error}")
+            self._draft, self._speculate = None, 0
 
     def _admit(self) -> None:
         """Give rows to those who wait, in order; who shares a prompt that is being read waits for it."""
@@ -213,9 +214,8 @@ class SlotBatch:
 
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""
-        prompt = sequence.job.prompt_ids
         reading = [one for one in self._live if one.filling and one.tenant == sequence.tenant]
-        shared = [common(one.job.prompt_ids, prompt[:-1]) - one.past for one in reading]
+        shared = [common(one.job.prompt_ids, sequence.job.prompt_ids[:-1]) - one.past for one in reading]
         return sequence.job.prompt_logprobs is None and max(shared, default=0) >= LEAST_PREFIX
 
     def _reuse(self, sequence: Sequence, row: int) -> None:
@@ -264,7 +264,8 @@ class SlotBatch:
         if lines != list(range(len(logits_NV))):
             logits_NV = logits_NV[beside(logits_NV, np.array(lines, np.int64))]
         choosers = [sequence.chooser for sequence, own in sound for _ in own if sequence.chooser is not None]
-        before = [chooser.draws.bit_generator.state for chooser in choosers] if self._speculate else []
+        draws = {own.start: choosers[own.start].draws for one, own in sound if one.guesses}
+        before = {row: one.bit_generator.state for row, one in draws.items()}
         chosen = choose(logits_NV[:, : self._vocab_size], choosers)
         tokens = [Token(i) for i in chosen.tolist()]
         told = [(own.start, one.job.logprobs) for one, own in sound if one.job.logprobs is not None]
@@ -287,9 +288,8 @@ class SlotBatch:
             except Exception as error:
                 self.failed.append((sequence, error))
             if guesses:
-                draws = choosers[own.start].draws
-                draws.bit_generator.state = before[own.start]
-                draws.random(taken + 1)  # those behind a wrong guess were of no token
+                draws[own.start].bit_generator.state = before[own.start]
+                draws[own.start].random(taken + 1)  # those behind a wrong guess were of no token
                 self.guessed, self.right = self.guessed + len(guesses), self.right + taken
                 sequence.past += taken
                 sequence.guesses, sequence.reach = [], min(self._speculate, 2 * taken + 1)

@@ -4,6 +4,7 @@ probabilities, and a step of many rows equals the rows alone on every backend.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -324,11 +325,33 @@ def test_guesses_that_nobody_checked_are_another_text(
     assert ids_of(run(batch, job)[0]) != plain
 
 
-def test_a_draft_model_that_fails_is_left_out(backend: CausalBackend, gpt_dir: Path) -> None:
-    draft = drafting(gpt_dir, 0.0)
-    draft.step = Counts  # takes no spans
-    (deltas,) = run(SlotBatch(backend, nothing, 1, speculate=4, draft=draft), Job(np.arange(5), 9))
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_guessing_that_fails_ends_by_its_name(
+    has_draft: bool,
+    backend: CausalBackend,
+    gpt_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A fault of the draft model or of the look-up is told once, as what it is, and costs no token."""
+    draft = drafting(gpt_dir, 0.0) if has_draft else None
+    calls = iter([[7, 7], MemoryError("no room"), MemoryError("no room")])  # a wrong guess first
+
+    def failing(_: Any, most: int) -> list[int]:
+        if isinstance(found := next(calls) if most else [], Exception):
+            raise found
+        return found
+
+    if draft is not None:
+        draft.step = Counts  # takes no spans
+    else:
+        monkeypatch.setattr(slots, "look_up", failing)
+    batch = SlotBatch(backend, nothing, 1, speculate=4, draft=draft)
+    (deltas,) = run(batch, Job(np.arange(5), 9))
     assert ids_of(deltas) == ids_of(run(SlotBatch(backend, nothing, 1), Job(np.arange(5), 9))[0])
+    told = capsys.readouterr().err
+    assert told.count("nothing is guessed ahead from here on") == 1
+    assert ("the draft model failed" in told) == has_draft == ("the look-up failed" not in told)
 
 
 def test_a_server_counts_what_its_draft_model_guesses(
