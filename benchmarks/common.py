@@ -19,6 +19,8 @@ from typing import Any
 from throughline.core import hardware
 from throughline.core.console import table
 
+LEFT_OUT = "left out: "  # so begins what `details` says of a claim whose peer is not here
+
 
 @dataclass
 class Claim:

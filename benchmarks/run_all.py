@@ -14,7 +14,7 @@ import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from common import machine_facts, parser
+from common import LEFT_OUT, machine_facts, parser
 from throughline.core.console import duration, table
 
 HERE = Path(__file__).parent
@@ -96,11 +96,14 @@ def merged(old: dict, new: dict) -> dict:
 
 
 def unnamed(benchmark: str, line: dict, committed: list[dict]) -> list[str]:
-    """Claims of a committed result of this benchmark that the line lacks: a quick run measures the same ones."""
+    """Claims of a committed result of this benchmark that the line lacks: a quick run measures the same ones, but for
+    those of a peer that is not installed here, which `details` says.
+    """
     known = {
         claim["name"] for results in committed for claim in results.get(benchmark, {"claims": []})["claims"]
     }
-    return sorted(known - {claim["name"] for claim in line["claims"]})
+    told = {name for name, said in line.get("details", {}).items() if str(said).startswith(LEFT_OUT)}
+    return sorted(known - told - {claim["name"] for claim in line["claims"]})
 
 
 def run_one(task: tuple[str, list[str]]) -> tuple[str, int, str, float]:

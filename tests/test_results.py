@@ -149,3 +149,5 @@ def test_a_run_that_leaves_out_a_claim_says_so() -> None:
     ]
     assert unnamed("race", {"claims": [{"name": "b"}, {"name": "new"}]}, committed) == ["a", "c"]
     assert unnamed("other", {"claims": []}, committed) == []
+    told = {"c": "left out: no such peer is installed here", "d": "left out: no such peer is installed here"}
+    assert unnamed("race", {"claims": [{"name": "b"}], "details": told}, committed) == ["a"]
