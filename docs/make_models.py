@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from throughline.core.errors import Refused
-from throughline.inference.exports.gguf_export import architecture_of
+from throughline.inference.exports.gguf_export import LACKING, architecture_of
 from throughline.inference.graphs.onnx_blocks import refuse_unknown
 from throughline.models.config import ModelConfig, preset
 from throughline.models.families import families
@@ -37,12 +37,20 @@ SHOWN = {  # a model of each family, of its own proportions
 BERT = {"name": "bert-base", "nsp": False}
 # and of those without a preset, a near one with what makes it one of theirs
 OTHERS: dict[str, dict[str, Any]] = {
-    "dots1": {"name": "qwen3-30b-a3b", "router_scores": "sigmoid", "balance_bias": True, "shared_experts": 2},
+    "phi": {"name": "gptj-6b", "linear_bias": "usual"},
+    "dots1": {
+        "name": "qwen3-30b-a3b",
+        "kv_heads": 0,
+        "router_scores": "sigmoid",
+        "balance_bias": True,
+        "shared_experts": 2,
+    },
     "deepseek_v3": {
         "name": "olmoe-1b-7b",
         "qk_norm": "none",
         "router_scores": "sigmoid",
         "balance_bias": True,
+        "shared_experts": 1,
     }
     | {"kv_latent": 512, "head_width": 192, "rope_width": 64, "value_width": 128},
     "megatron-bert": BERT | {"norm_first": True},
@@ -65,7 +73,7 @@ row, texts longer than its windows and than what its rope was trained for, read 
 decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`). The encoders' fine-tuned heads (labels of a text, of
 tokens, spans) are read and written too, with the same logits. The presets of released models are checked against copies of their `config.json`, and
 the names of the weights against the index files of released checkpoints: `tests/models/published_configs.json` and `published_names.json` say where
-each was read, and `unsourced` where no copy was found (OLMo 2 1B, Pythia 160M, GPT-J 6B).
+each was read, and `unsourced` where no copy was found (Pythia 160M, whose sizes are those of its training).
 """
 TAIL = """
 What the columns say: *tensor*, *context*: the layouts with these axes, proven equal to one process by rows of `tests/layouts.toml` and refused by name
@@ -94,7 +102,11 @@ wider (its own are fp8 with scales, refused by name).
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy`, `dropped_tokens` (their share) and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
 process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
-share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name, as are ONNX, and GGUF of dots.llm1 and DeepSeek V3.
+share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name.
+In a graph for ONNX Runtime on a CPU its `MoE` operator computes the experts of a token alone. A graph of standard operators (portable, CUDA)
+computes all of them for every token, and those that were not chosen have no share: their products cost experts / experts_per_token times as much
+(4 times in Mixtral, 16 times in Qwen 3 30B-A3B), in memory as well. int8 and int4 of experts, groups of experts, experts for TensorRT and latent attention are refused, as is
+a GGUF of DeepSeek V3 with YaRN, which its published sizes have: decoding in llama.cpp differed.
 `olmoe-1b-7b` is the published recipe, `olmoe-toy` its twin for a laptop.
 
 ## Further tokens
@@ -126,12 +138,18 @@ run's own decision), or refused by its name: an unknown field may change the num
 
 ## A family that is not here
 
-1. Its fields: whatever is new in its forward becomes a field of `GPTConfig` or `BERTConfig` with its count of parameters (`models/config.py`, `planner/tables.py`) and
-   a line in `models/layers.py` or `models/gpt.py`; most families need none.
-2. Its row: a section of `models/families.toml`, `like` the nearest one.
-3. Its proof: a line of `DECODERS` or `ENCODERS` in `tests/models/test_models_transformers.py`. Until it is there, nothing says that the row is right.
-4. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until `WRITTEN`
-   in `inference/exports/gguf_export.py` does; a row of `tests/layouts.toml` proves a layout.
+`phi` was added like this, in 17 lines of a row, one of proof, one of names and one of this page.
+
+1. Its fields: read the forward in transformers beside `GPTConfig` or `BERTConfig` (`models/config.py`, with a comment for each field). What is new becomes a field with its count of
+   parameters (`models/config.py`, `planner/tables.py`) and a line in `models/layers.py` or `models/gpt.py`; most families need none.
+2. Its row: a section of `models/families.toml`, `like` the nearest one; of families with one shape the first is written. The head of that file says what each line is, and `""`
+   takes a line away. A field of its config class that changes numbers is in `fields`, or in `must` with the values that ours can be.
+3. Its proof: a line of `DECODERS` or `ENCODERS` in `tests/models/test_models_transformers.py`, with other values than the usual ones; `python -m pytest tests/models/test_models_transformers.py -k NAME`
+   compares logits, gradients, cached decoding and files, both ways. Until it is there, nothing says that the row is right.
+4. Its names: a line of `tests/models/published_names.json`, from the config.json and the index of weights of a released checkpoint, and where both were read.
+5. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until `WRITTEN`
+   in `inference/exports/gguf_export.py` does (with a line of `FAMILIES` in `tests/inference/test_gguf.py`); a row of `tests/layouts.toml` proves a layout.
+6. This page: a model of it in `SHOWN` or `OTHERS` of `docs/make_models.py`, and `make reference`.
 """
 
 
@@ -150,7 +168,9 @@ def models_page() -> str:
             _layout(config, Layout(tensor=_parts(config))),
             _layout(config, Layout(context=2)),
             _known(lambda config=config: refuse_unknown(config)),
-            _known(lambda config=config: architecture_of(config)),
+            f"no: {LACKING[kind]}"
+            if kind in LACKING
+            else _known(lambda config=config: architecture_of(config)),
             "yes",
         ]
         lines.append(f"| `{kind}` | {family.models} | {' | '.join(cells)} |")

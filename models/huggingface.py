@@ -39,10 +39,10 @@ CLASSES: dict[HeadKind, str] = {  # how the name of a class with the head ends
 }
 
 
-def to_huggingface(model: Model) -> tuple[dict[str, Any], State]:
-    """The `config.json` fields and the tensors of a model, as the family that its config names or the first that has
-    its shape (GPT-2's absent biases are written as zeros, blocks of `predict_ahead` as DeepSeek-V3 alone). Raises
-    `Refused` for a shape that none of them can express.
+def to_huggingface(model: Model, kind: str = "") -> tuple[dict[str, Any], State]:
+    """The `config.json` fields and the tensors of a model, as the family `kind` or its config's if they have its shape,
+    else the first that has (absent biases of GPT-2 and Phi are zeros; blocks of `predict_ahead` are written as
+    DeepSeek-V3 alone). Raises `Refused` where there is none.
     """
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     dtype = next(iter(state.values())).dtype
@@ -52,10 +52,12 @@ def to_huggingface(model: Model) -> tuple[dict[str, Any], State]:
         fields |= _head_fields(model.head, fields["architectures"][0])
         table = head_pairs(model.config, fields["model_type"], model.head.kind)
     else:
-        fields, target = describe(model.config)
+        fields, target = describe(
+            dataclasses.replace(model.config, huggingface=kind or model.config.huggingface)
+        )
         table = pairs(target, fields["model_type"])
         for name, parameter in empty_model(target).named_parameters():
-            if name not in state:  # only the biases of a bias-free GPT-2
+            if name not in state:  # biases
                 state[name] = torch.zeros(parameter.shape, dtype=dtype)
     fields["torch_dtype"] = str(dtype).removeprefix("torch.")
     return fields, _outward(state, table, model.config.head_size)

@@ -49,6 +49,10 @@ WINDOWS = {  # the fields by which a family says which layers have a window
     "nope": ("no_rope_layers", "no_rope_layer_interval"),
     "near": ("local_attention", "layer_types", "global_attn_every_n_layers", "local_rope_theta"),
 }
+BIASES: dict[str, Fields] = {
+    "gpt2": {"bias": True},
+    "phi": {"linear_bias": "usual"},
+}  # that these always have
 UNTURNED = "qk_nope_head_dim"  # which with those that are turned is a head
 LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention", "n": "full_attention"}
 OUR_TYPES = {"full_attention": "g", "sliding_attention": "l"}
@@ -56,7 +60,7 @@ OPTIONAL = ("attention_softcap", "logit_softcap", "q_latent")  # 0 here is none 
 
 
 def describe(config: ModelConfig) -> tuple[Fields, ModelConfig]:
-    """Their config fields for a shape, and the shape that they imply: GPT-2 always has biases."""
+    """Their config fields for a shape, and the shape that they imply: some families always have biases."""
     kind = family_of_shape(config)
     return _write(config, kind), _as_family(config, kind)
 
@@ -76,7 +80,7 @@ def family_of_shape(config: ModelConfig) -> str:
 
 
 def _as_family(config: ModelConfig, kind: str) -> ModelConfig:
-    return dataclasses.replace(config, bias=True) if kind == "gpt2" else config
+    return dataclasses.replace(config, **BIASES.get(kind, {}))
 
 
 def _differences(config: ModelConfig, kind: str) -> list[str]:

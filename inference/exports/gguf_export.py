@@ -6,7 +6,9 @@ Layouts, as llama.cpp's loaders expect them:
 
 - matrices are (out, in); GPT-2's query, key and value are one matrix, one after another;
 - Llama's and SmolLM 3's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates
-  halves; in the other families it rotates halves too. Llama 3's scaled rope is a tensor of divisors;
+  halves; in the other families it rotates as they do. Llama 3's scaled rope is a tensor of divisors;
+- GPT-J, which it has no loader of, is a Phi 2 whose attention has biases of zeros;
+- what makes keys and values of DeepSeek's latent is two tensors, head by head: llama.cpp's cache holds the latent;
 - NeoX's and BLOOM's query, key and value stand behind one another whole, not head by head;
 - the experts of a layer are one tensor (experts, out, in), their router is f32;
 - norms that scale by 1 + weight are stored with the 1;
@@ -53,23 +55,42 @@ LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model 
 WRITTEN = {n: n for n in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")}
 WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "starcoder2": "starcoder2"}
 WRITTEN |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "bloom": "bloom"}
+WRITTEN |= {"phi": "phi2", "gptj": "phi2", "dots1": "dots1", "deepseek_v3": "deepseek2"}
+LACKING = {"opt": "llama.cpp has no loader of OPT"}
+LACKING |= {"gpt_oss": "llama.cpp begins and ends the ramp of YaRN at whole frequencies"}
 # what its code takes for granted: of any family, and otherwise of some
 GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
 GRANTED |= dict.fromkeys(("query_scalar", "rope_local_theta", "rope_magnitude"), 0.0)
+GRANTED |= dict.fromkeys(("rope_magnitude_part", "rope_magnitude_all"), 0.0)
 GRANTED |= dict.fromkeys(("rope_width", "attention_window"), 0)
 GRANTED |= {"router_normalised": True, "expert_every": 1, "rope_truncate": True}
 OTHERWISE: dict[str, dict[str, Any]] = {
-    "gpt2": {"activation": "gelu_tanh"},
-    "bloom": {"activation": "gelu_tanh"},
-    "olmoe": {"router_normalised": False},
+    **{name: {"activation": "gelu_tanh"} for name in ("gpt2", "bloom", "starcoder2")},
+    "phi2": {"activation": "gelu_tanh", "tied": False},
     "gptneox": {"activation": "gelu"},  # by the tanh form: nearer than its table of f16 values
-    "starcoder2": {"activation": "gelu_tanh"},
+    "olmoe": {"router_normalised": False},
+    "dots1": {"tied": False, "router_groups": 1},
     "qwen2": {"linear_bias": "qkv"},
     "smollm3": {"layer_pattern": "gggn"},
     "gemma2": {"activation": "gelu_tanh", "layer_pattern": "lg"},
     "gemma3": {"activation": "gelu_tanh", "layer_pattern": "lllllg", "rope_local_theta": 10000.0}
     | {"logit_softcap": 0.0},
 }
+# what it is told of some families
+TOLD: dict[str, tuple[str, ...]]
+TOLD = {"gemma2": ("attention_window",), "gemma3": ("attention_window",), "gptneox": ("rope_width",)}
+TOLD |= {"phi2": ("rope_width", "linear_bias"), "dots1": ("router_normalised",)}
+TOLD |= {"deepseek2": ("rope_width", "router_normalised")}
+
+# its names of our sizes, where they are not 0; of experts; of those that are chosen by a sigmoid
+NAMES = {"vocab_size": "vocab_size", "sequence_length": "context_length", "width": "embedding_length"}
+NAMES |= {"layers": "block_count", "feed_forward_size": "feed_forward_length", "heads": "head_count"}
+NAMES |= {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+EXPERTS = {"experts": "expert_count", "experts_per_token": "expert_used_count"}
+EXPERTS |= {"expert_size": "expert_feed_forward_length"}
+SIGMOID = {"shared_experts": "expert_shared_count", "dense_layers": "leading_dense_block_count"}
+SIGMOID |= {"router_normalised": "expert_weights_norm", "router_scale": "expert_weights_scale"}
+GROUPS = {"router_groups": "expert_group_count", "router_groups_per_token": "expert_group_used_count"}
 
 
 @exports("gguf")
@@ -105,19 +126,18 @@ def architecture_of(config: ModelConfig) -> str:
     """The name that llama.cpp has for this shape. Raises Refused for one that it computes differently."""
     kind = family_of_shape(config)
     if kind not in WRITTEN:
-        why, fix = f"this one is {kind}", "docs/models.md has the table of what each family can do"
+        why, fix = LACKING.get(kind, f"this one is {kind}"), "docs/models.md says what each family can do"
         raise Refused(f"GGUF is written of {', '.join(WRITTEN)}", where="model", why=why, fix=fix)
     name = WRITTEN[kind]
     if isinstance(config, BERTConfig):
         return name
     granted = GRANTED | OTHERWISE.get(name, {})
-    if name.startswith("gemma"):
-        del granted["attention_window"]
-    if name == "gptneox":
-        del granted["rope_width"]
-    differing = [field for field, value in granted.items() if getattr(config, field) != value]
-    differing += ["rope_scaling"] if config.rope_scaling == "dynamic" else []
-    differing += ["kv_heads"] if name == "olmoe" and config.key_value_heads < config.heads else []
+    told = TOLD.get(name, ())
+    differing = [k for k, value in granted.items() if k not in told and getattr(config, k) != value]
+    unlike = ("dynamic", "yarn") if name == "deepseek2" else ("dynamic",)
+    differing += ["rope_scaling"] if config.rope_scaling in unlike else []
+    differing += ["kv_heads"] if name in ("olmoe", "dots1") and config.key_value_heads < config.heads else []
+    differing += ["shared_experts"] if config.balance_bias and not config.shared_experts else []
     if differing:
         why = ", ".join(f"{field} is {getattr(config, field)!r}" for field in differing)
         fix = "export to ONNX or Hugging Face"
@@ -143,7 +163,7 @@ def write_gguf(
     if kind not in ("embedding", "sequence-classification"):
         fix = "export to ONNX or Hugging Face; the model that was fine-tuned can be a GGUF file"
         raise Refused(f"a head for {kind} has no place in a GGUF file", where="--to gguf", fix=fix)
-    _, state = to_huggingface(model)
+    _, state = to_huggingface(model, "phi" if architecture == "phi2" else "")
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, architecture, config, precision)
     if isinstance(config, BERTConfig):
@@ -168,42 +188,41 @@ def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecis
     writer.add_name(f"{config.layers} layers of {config.width}")
     writer.add_file_type(gguf.LlamaFileType[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.sequence_length)
-    writer.add_embedding_length(config.width)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.feed_forward_size)
-    writer.add_head_count(config.heads)
     if isinstance(config, GPTConfig):
-        writer.add_head_count_kv(config.key_value_heads)
-    if isinstance(config, GPTConfig) and config.experts:
-        writer.add_expert_count(config.experts)
-        writer.add_expert_used_count(config.experts_per_token)
-        writer.add_expert_feed_forward_length(config.expert_size)
+        writer.add_head_count_kv(1 if config.kv_latent else config.key_value_heads)
+    told = NAMES | (EXPERTS if getattr(config, "experts", 0) else {})
+    if getattr(config, "router_scores", "") == "sigmoid":
+        chosen = config.router_groups_per_token < config.router_groups
+        told = told | SIGMOID | (GROUPS if chosen else {})
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    for ours, theirs in told.items():
+        if (value := getattr(config, ours, 0)) or ours in SIGMOID:
+            getattr(writer, f"add_{theirs}")(value)
     if isinstance(config, GPTConfig) and config.positions == "rotary":
         writer.add_rope_dimension_count(config.rotary_size)
-        writer.add_key_length(config.head_size)
-        writer.add_value_length(config.head_size)
+        if latent := config.kv_latent:
+            writer.add_kv_lora_rank(latent)
+            writer.add_q_lora_rank(config.q_latent)
+            writer.add_key_length_mla(config.head_size)
+            writer.add_value_length_mla(config.value_size)
+        writer.add_key_length(latent + config.rope_width if latent else config.head_size)
+        writer.add_value_length(latent or config.value_size)
         writer.add_rope_freq_base(config.rope_theta)
         if config.rope_scaling in ("linear", "yarn"):
             writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
             writer.add_rope_scaling_factor(config.rope_factor)
         if config.rope_scaling == "yarn":
             writer.add_rope_scaling_orig_ctx_len(config.rope_original_length or config.sequence_length)
+            writer.add_rope_scaling_yarn_beta_slow(config.rope_low)
+            writer.add_rope_scaling_yarn_beta_fast(config.rope_high)
         if config.rope_scaling == "llama3":  # a tensor of what each frequency is divided by
             none = torch.zeros(1)
             plain = frequencies(replace(config, rope_scaling="none", rope_factor=1.0), none)
             writer.add_tensor("rope_freqs.weight", (plain / frequencies(config, none)).numpy())
         if config.attention_pattern is not None:
             writer.add_sliding_window(config.attention_window)
-        if config.attention_softcap:
-            writer.add_attn_logit_softcapping(config.attention_softcap)
-        if config.logit_softcap:
-            writer.add_final_logit_softcapping(config.logit_softcap)
-    if config.norm == "rmsnorm":
-        writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    else:
-        writer.add_layer_norm_eps(config.norm_epsilon)
+    norm = "layer_norm_rms" if config.norm == "rmsnorm" else "layer_norm"
+    getattr(writer, f"add_{norm}_eps")(config.norm_epsilon)
     if architecture == "gptneox":
         writer.add_parallel_residual(config.residual == "parallel")
     if isinstance(config, BERTConfig):
@@ -221,7 +240,8 @@ def _tensors(
     names = gguf.get_tensor_name_map(arch, config.layers)
     joined: dict[str, list[Any]] = {}
     for name, tensor in state.items():
-        joined.setdefault(re.sub(r"\.experts\.\d+", ".experts", name), []).append(tensor)
+        name = re.sub(r"\.experts\.\d+", ".experts", name).replace("correction_bias", "correction.bias")
+        joined.setdefault(name, []).append(tensor)
     for name, tensors in joined.items():
         stem, _, part = name.rpartition(".")
         labelling = LABELS.get(stem) if "classifier.weight" in state else None
@@ -233,6 +253,11 @@ def _tensors(
         mine = names.get_name(name.removeprefix(prefix), (".weight", ".bias"))
         mine = f"{labelling}.{part}" if labelling else mine
         assert mine is not None, name
+        if ".attn_kv_b." in mine and isinstance(config, GPTConfig):
+            apart = values.reshape(config.heads, -1, config.kv_latent)
+            plain = config.head_size - config.rope_width
+            yield mine.replace("kv_b", "v_b"), np.ascontiguousarray(apart[:, plain:])
+            mine, values = mine.replace("kv_b", "k_b"), apart[:, :plain].swapaxes(1, 2)
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
         for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):

@@ -28,6 +28,8 @@ KNOWN = """
 rope_scaling rope_factor rope_original_length rope_low rope_high rope_magnitude rope_width rope_local_theta positions
 rope_truncate position_offset layer_pattern linear_bias output_bias qk_norm norm_from_one norm_place residual activation
 pooler embedding_width embedding_norm scaled_embeddings query_scalar attention_softcap logit_softcap
+experts experts_per_token expert_width shared_experts dense_layers expert_every router_scores router_normalised
+router_scale balance_bias balance_rate balance_loss router_z_loss expert_capacity_factor
 """
 
 
@@ -52,6 +54,13 @@ class Blocks:
 
     def __init__(self, model: nn.Module, config: TransformerConfig, options: GraphOptions) -> None:
         refuse_unknown(config)
+        if isinstance(config, GPTConfig) and config.experts:
+            unlike = not config.gated or config.has_bias("mlp")
+            if unlike or options.precision in ("int8", "int4") or options.variant == "tensorrt":
+                what = "a graph has gated experts without biases, in fp32 and fp16, not for TensorRT"
+                raise Refused(
+                    what, where="model.experts", fix="--precision fp32, or generate and serve by torch"
+                )
         self.config, self.options = config, options
         self.graph = Graph(options)
         self.state = {name: x.detach().float().cpu().numpy() for name, x in model.state_dict().items()}
@@ -262,11 +271,58 @@ class Blocks:
         return self.linear(attended, f"{name}.out")
 
     def feed_forward(self, x: str, name: str) -> str:
+        if f"{name}.router.weight" in self.state:
+            return self.experts(x, name)
         up = self.linear(x, f"{name}.up")
         if not self.config.gated:
             return self.linear(self.activation(up), f"{name}.down")
         gated = self.graph.node("Mul", self.activation(self.linear(x, f"{name}.gate")), up)
         return self.linear(gated, f"{name}.down")
+
+    def experts(self, x: str, name: str) -> str:
+        """What the experts of each token make of it. ONNX Runtime's operator on a CPU computes those alone, standard
+        ones all of them, of which those that were not chosen have no share.
+        """
+        graph, config = self.graph, self.config
+        assert isinstance(config, GPTConfig)
+        flat = graph.node("Reshape", x, graph.ints(-1, config.width))
+        share_NE = self.shares(flat, name)
+        gate, up, down = (self.state[f"{name}.experts.{part}"] for part in ("gate", "up", "down"))
+        if self.options.variant == "onnxruntime" and config.activation == "silu" and not graph.half:
+            woven = graph.weight(f"{name}.woven", np.stack((gate, up), 2).reshape(len(up), -1, config.width))
+            how: dict[str, Any] = {"k": config.experts_per_token, "normalize_routing_weights": 1}
+            how |= {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0}
+            how |= {"activation_beta": 0.0, "domain": CONTRIB}
+            logits = graph.node("Log", share_NE)  # which its softmax undoes
+            y = graph.node("MoE", flat, logits, woven, "", graph.weight(f"{name}.down", down), **how)
+            y = graph.node("Mul", y, graph.node("ReduceSum", share_NE, graph.ints(-1)))
+        else:
+            turned = [graph.constant(f"{name}.{i}", x.swapaxes(1, 2)) for i, x in enumerate((gate, up, down))]
+            hidden = self.activation(graph.node("MatMul", flat, turned[0]))  # (E, N, F)
+            hidden = graph.node("Mul", hidden, graph.node("MatMul", flat, turned[1]))
+            share_EN1 = graph.node("Unsqueeze", graph.node("Transpose", share_NE), graph.ints(-1))
+            y = graph.node("Mul", graph.node("MatMul", hidden, turned[2]), graph.narrow(share_EN1))
+            y = graph.node("ReduceSum", y, graph.ints(0), keepdims=0)
+        y = graph.node("Reshape", y, graph.node("Shape", x))
+        return graph.node("Add", y, self.feed_forward(x, f"{name}.shared")) if config.shared_experts else y
+
+    def shares(self, flat: str, name: str) -> str:
+        """The weights (N, E) of the experts' answers in float32, 0 of those that were not chosen."""
+        graph, config, state = self.graph, self.config, self.state
+        assert isinstance(config, GPTConfig)
+        router = graph.weight(f"{name}.router.T", state[f"{name}.router.weight"].T)
+        logits = graph.node("MatMul", graph.wide(flat), router)
+        scores = graph.node("Softmax" if config.router_scores == "softmax" else "Sigmoid", logits)
+        ranked = scores
+        if config.balance_bias:
+            ranked = graph.node("Add", scores, graph.weight(f"{name}.balance", state[f"{name}.balance_bias"]))
+        chosen = graph.node("TopK", ranked, graph.ints(config.experts_per_token), outputs=2) + ":1"
+        weights = graph.node("GatherElements", scores, chosen, axis=-1)
+        if config.router_normalised:
+            weights = graph.node("Div", weights, graph.node("ReduceSum", weights, graph.ints(-1)))
+        scale = graph.weight(f"{name}.scale", np.array(config.router_scale, np.float32))
+        none = graph.node("Sub", scores, scores)
+        return graph.node("ScatterElements", none, chosen, graph.node("Mul", weights, scale), axis=-1)
 
     def block(self, x: str, layer: int, attention: Callable[[str, str], str]) -> str:
         """One block. Its output is called `hidden.<layer>`, by which the parity report finds it."""

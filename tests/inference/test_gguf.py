@@ -63,6 +63,10 @@ FAMILIES = {  # on a Llama
     "smollm3": {"layers": 4, "layer_pattern": "gggn", "tied": True},
     "phi3": {"huggingface": "phi3"},
     "gptneox": NEOX | {"rope_width": 8, "residual": "parallel"},
+    "phi2": NEOX | {"activation": "gelu_tanh", "rope_width": 8, "residual": "shared", "output_bias": True},
+    "gptj": NEOX
+    | {"activation": "gelu_tanh", "rope_width": 8, "residual": "shared", "output_bias": True}
+    | {"linear_bias": "mlp"},
     "starcoder2": NEOX | {"activation": "gelu_tanh", "tied": True, "huggingface": "starcoder2"},
     "bloom": NEOX
     | {"positions": "alibi", "embedding_norm": True, "activation": "gelu_tanh"}
@@ -75,7 +79,16 @@ FAMILIES = {  # on a Llama
     | {"layers": 7, "layer_pattern": "lllllg", "qk_norm": "head", "rope_local_theta": 10000.0}
     | {"rope_theta": 500.0, "rope_scaling": "linear", "rope_factor": 4.0},
 }
-DOTS = {"experts": 4, "qk_norm": "head", "router_scores": "sigmoid", "balance_bias": True}
+OPT = {"positions": "learned", "position_offset": 2, "activation": "relu", "tied": True}
+SIGMOID = {"experts": 8, "experts_per_token": 3, "router_scores": "sigmoid", "balance_bias": True}
+SIGMOID |= {"expert_width": 32, "shared_experts": 2, "dense_layers": 1, "router_scale": 2.5, "layers": 3}
+DOTS = SIGMOID | {"qk_norm": "head", "head_width": 32, "kv_heads": 0}
+LATENT = SIGMOID | {"kv_heads": 0, "kv_latent": 32, "head_width": 48, "rope_width": 16, "value_width": 32}
+FAMILIES |= {
+    "dots1": DOTS,
+    "deepseek2": LATENT | {"q_latent": 32},
+    "deepseek2-groups": LATENT | {"router_groups": 4, "router_groups_per_token": 2},
+}
 SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields in FAMILIES.items()}
 
 
@@ -88,7 +101,7 @@ SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields
 )
 def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_path: Path) -> None:
     model = opinionated_model(SHAPES[name])
-    named = {"llama3": "llama", "mixtral": "llama"}.get(name, name.removesuffix("-yarn"))
+    named = {"llama3": "llama", "mixtral": "llama", "gptj": "phi2"}.get(name, name.partition("-")[0])
     assert architecture_of(model.config) == named
     fields, state = to_huggingface(model)
     (tmp_path / "model").mkdir()
@@ -146,7 +159,9 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
         (GEMMA | {"layers": 3, "layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
         ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),
         ({"experts": 4, "qk_norm": "whole", "router_normalised": False}, "olmoe otherwise"),
-        (DOTS, "GGUF is written of"),
+        (DOTS | {"router_groups": 2}, "dots1 otherwise"),
+        (LATENT | {"rope_scaling": "yarn", "rope_factor": 4.0}, "deepseek2 otherwise"),
+        (NEOX | OPT, "no loader of OPT"),
     ):
         with pytest.raises(Refused, match=said):
             architecture_of(dataclasses.replace(SHAPES["llama"], **fields))

@@ -31,6 +31,9 @@ from throughline.models.config import ModelConfig
 from throughline.models.init import build
 
 LATENT = LLAMA | {"kv_latent": 8, "head_width": 12, "rope_width": 4, "value_width": 8}
+EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_width": 40}
+DOTS = EXPERTS | {"qk_norm": "head", "router_scores": "sigmoid", "balance_bias": True, "router_scale": 2.5}
+DOTS |= {"shared_experts": 2, "dense_layers": 1, "layers": 3}
 QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16}
 
 
@@ -74,6 +77,31 @@ def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     require(report, "the graph")
     assert report["outputs"].keys() == {"logits at once", "logits in pieces", "logits of ragged decode"}
     assert report["greedy_tokens"] == {"equal": 76, "asked": 76}
+
+
+@pytest.mark.parametrize("variant", ["portable", "onnxruntime"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        LLAMA | EXPERTS | {"kv_heads": 2},
+        LLAMA | EXPERTS | {"qk_norm": "head", "expert_every": 2, "experts_per_token": 3},
+        LLAMA | EXPERTS | {"qk_norm": "whole", "router_normalised": False},
+        LLAMA | DOTS,
+    ],
+    ids=["mixtral", "qwen3-moe", "olmoe", "dots1"],
+)
+def test_experts_equal_the_module(switches: dict, variant: str, tmp_path: Path) -> None:
+    """By standard operators, and by ONNX Runtime's own that computes the chosen experts alone."""
+    model = opinionated_model(dataclasses.replace(GPT, **switches))
+    for layer in model.blocks.values():  # chosen by more than their scores
+        if getattr(layer.mlp, "balance_bias", None) is not None:
+            layer.mlp.balance_bias.data.normal_(generator=torch.Generator().manual_seed(3))
+    found = exported(model, tmp_path, GraphOptions(variant))
+    report = compare(run_module(model, None, NOWHERE), found)
+    require(report, "the graph")
+    assert report["greedy_tokens"] == {"equal": 76, "asked": 76}
+    operators = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+    assert ("MoE" in operators) == (variant == "onnxruntime")
 
 
 @pytest.mark.parametrize(
@@ -242,11 +270,12 @@ def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (dataclasses.replace(GPT, experts=4, experts_per_token=2), "experts"),
+        (dataclasses.replace(GPT, experts=4), "without biases"),
         (dataclasses.replace(GPT, **LATENT), "kv_latent"),
+        (dataclasses.replace(GPT, **LLAMA, **EXPERTS, router_groups=2), "router_groups"),
         (dataclasses.replace(GPT, attention_window=16, attention_global_blocks=1), "beyond a sliding window"),
     ],
-    ids=["experts", "latent", "global blocks"],
+    ids=["biased experts", "latent", "router groups", "global blocks"],
 )
 def test_what_a_graph_lacks_is_refused_by_name(config: ModelConfig, said: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=said):

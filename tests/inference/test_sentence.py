@@ -23,12 +23,18 @@ from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes.backends import open_backend, open_text_model
 from throughline.inference.serving.offline import embed_file, embed_texts
 from throughline.models.sentence import Sentence, read_sentence
-from tokenizers import processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CPU = BackendOptions(device="cpu", threads=1)
 QUIET = Judging(bench=False)
 TEXT = "The lazy dog jumps again."
 KIND = "sentence_transformers.models."
+QUERY = "Which dog is lazy?"
+DOCUMENTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A model reads.",
+    "café, naïve, ½ and 東京 again",
+]
 
 
 @pytest.fixture
@@ -241,3 +247,66 @@ def test_an_encoder_without_heads_opens_where_none_is_used(
     assert not told["missing_keys"] and not told["unexpected_keys"]
     with pytest.raises(WrongUse, match="no masked-word head"):
         open_scorer(bare_dir)
+
+
+@pytest.fixture
+def reranker_dir(tmp_path: Path) -> Path:
+    """As transformers writes a BGE reranker: XLM-RoBERTa with one label, pieces of a Unigram model, two separators."""
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(models.Unigram())
+    spaces = normalizers.Replace(tokenizers.Regex(" {2,}"), " ")
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator([QUERY, *DOCUMENTS] * 9, trainer)
+    pair = {"single": "<s> $A </s>", "pair": "<s> $A </s> </s> $B </s>"}
+    made.post_processor = processors.TemplateProcessing(**pair, special_tokens=[("<s>", 0), ("</s>", 2)])
+    roles = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>"}
+    roles |= {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **roles).save_pretrained(tmp_path / "judge")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {"vocab_size": made.get_vocab_size(), "max_position_embeddings": 66, "type_vocab_size": 1}
+    torch.manual_seed(0)
+    config = transformers.XLMRobertaConfig(**sizes, num_labels=1, layer_norm_eps=1e-5)
+    model = transformers.XLMRobertaForSequenceClassification(config)
+    for parameter in model.parameters():  # scores that differ
+        if parameter.dim() > 1:
+            parameter.data.mul_(6)
+    model.classifier.out_proj.weight.data.mul_(9)
+    model.save_pretrained(tmp_path / "judge")
+    return tmp_path / "judge"
+
+
+def test_a_reranker_scores_as_transformers_do(
+    reranker_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sigmoid of the one label, at each endpoint that ranks; texts of several lengths go in one batch."""
+    import transformers
+
+    theirs = transformers.XLMRobertaForSequenceClassification.from_pretrained(reranker_dir).eval()
+    read = transformers.AutoTokenizer.from_pretrained(reranker_dir)
+    ids = read([QUERY] * len(DOCUMENTS), DOCUMENTS, padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        logits = theirs(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"]).logits[:, 0]
+    expected = logits.double().sigmoid().numpy()
+    assert np.ptp(expected) > 2e-3  # of 1e-4 below
+
+    async def body(found) -> None:
+        async def ask(path: str, **fields) -> list[dict]:
+            answer = await found.client.post(path, json={"model": "judge"} | fields)
+            assert answer.status_code == 200, answer.text
+            given = answer.json()
+            return given if isinstance(given, list) else given.get("results", given.get("data"))
+
+        ranked = await ask("/v1/rerank", query=QUERY, documents=DOCUMENTS)
+        assert [one["index"] for one in ranked] == list(np.argsort(-expected))
+        plain = await ask("/rerank", query=QUERY, texts=DOCUMENTS)
+        scored = await ask("/v1/score", text_1=QUERY, text_2=DOCUMENTS)
+        for rows, name in ((ranked, "relevance_score"), (plain, "score"), (scored, "score")):
+            scores = {one["index"]: one[name] for one in rows}
+            np.testing.assert_allclose([scores[i] for i in range(3)], expected, atol=1e-4)
+
+    in_thread.run_with(monkeypatch, [f"judge={reranker_dir}"], body)

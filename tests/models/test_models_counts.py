@@ -129,7 +129,7 @@ def test_weight_names_are_those_of_published_files(kind):
     whole = families()[kind].names.whole
     theirs = {whole(n.replace(".N.", f".{i}.")) for n in file["names"] for i in range(config.layers)}
     assert ours <= theirs and all(IGNORED.search(name) for name in theirs - ours)
-    if file["config"].get("torch_dtype") == "bfloat16" and file["bytes"]:
+    if file["config"].get("torch_dtype") in ("bfloat16", "float16") and file["bytes"] and ours == theirs:
         assert file["bytes"] == 2 * config.parameter_count()
 
 

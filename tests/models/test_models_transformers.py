@@ -120,6 +120,7 @@ DECODERS = {  # our fields, and the `model_type` there
         NEOX | {"residual": "shared", "linear_bias": "mlp", "output_bias": True, "rope_width": 8},
         "gptj",
     ),
+    "phi": (NEOX | {"activation": "gelu_tanh", "residual": "shared", "output_bias": True}, "phi"),
     "opt": (TINY | {"activation": "relu", "position_offset": 2, "mlp_width": 80}, "opt"),
     "relu-squared": (LIKE_LLAMA | {"activation": "relu2"}, "llama"),
     "bloom": (TINY | {"positions": "alibi", "embedding_norm": True, "heads": 6}, "bloom"),
