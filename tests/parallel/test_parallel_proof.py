@@ -111,7 +111,7 @@ def one_bias_unreduced(engine: Engine) -> None:
 
 
 def tie_not_summed(engine: Engine) -> None:
-    engine._sum_tied = lambda: None
+    engine._sum_table = lambda: None
 
 
 def mean_of_micro_batches(engine: Engine) -> None:
