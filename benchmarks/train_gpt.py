@@ -352,11 +352,11 @@ def main() -> None:
             claims += tokens_claims(place, 1 if quick else chosen.pairs, 12 if quick else 200)
         seeds = 1 if quick else chosen.seeds
         if "loss" in parts:
-            made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 3.0, quick)
+            made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 8.0, quick)
             claims.append(made)
         if "novel" in parts:
             place = prepare(novel, Path(scratch) / "novel", chosen.nanogpt)
-            made, details["novel"] = loss_claim("gpt-time-to-loss-novel", place, novel, seeds, 2.0, quick)
+            made, details["novel"] = loss_claim("gpt-time-to-loss-novel", place, novel, seeds, 8.0, quick)
             claims.append(made)
         if "gpt124" in parts:
             pairs, steps, kinds = (1, 4, ("eager",)) if quick else (chosen.pairs, 8, ("eager", "compiled"))
