@@ -1,8 +1,8 @@
 """The transformers side of train_gpt.py: prints the median seconds of a step.
 
 python train_gpt_peers.py trainer DATA_DIR STEPS SKIP       the Trainer on nanoGPT's shape and data, fp32
-python train_gpt_peers.py eager|compiled ROWS LENGTH STEPS [LAYERS WIDTH HEADS]  GPT-2 124M or of the shape given, bf16
-autocast, fused AdamW, no Trainer around it
+python train_gpt_peers.py eager|compiled bf16|fp32 ROWS LENGTH STEPS [LAYERS WIDTH HEADS]  GPT-2 124M or of the shape
+given, bf16 by autocast, fused AdamW, no Trainer around it
 """
 
 import statistics
@@ -60,7 +60,14 @@ def trainer_seconds(data: str, steps: int, skip: int) -> float:
 
 
 def gpt124_seconds(
-    kind: str, rows: int, length: int, steps: int, layers: int = 12, width: int = 768, heads: int = 12
+    kind: str,
+    precision: str,
+    rows: int,
+    length: int,
+    steps: int,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
 ) -> float:
     torch.manual_seed(0)
     shape = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, **NO_DROPOUT)
@@ -71,7 +78,7 @@ def gpt124_seconds(
     for _ in range(steps):
         ids = torch.randint(0, 50257, (rows, length))
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = forward(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -86,4 +93,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "trainer":
         print(trainer_seconds(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
     else:
-        print(gpt124_seconds(sys.argv[1], *map(int, sys.argv[2:])))
+        print(gpt124_seconds(*sys.argv[1:3], *map(int, sys.argv[3:])))

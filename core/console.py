@@ -5,6 +5,7 @@ On a terminal progress is a live bar; elsewhere a plain line every `PLAIN_EVERY_
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -31,6 +32,9 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """A line that must be seen."""
     _to_stderr(f"warning: {text}")
+
+
+warn_once = functools.cache(warn)  # the same text once a process
 
 
 def _to_stderr(text: str) -> None:

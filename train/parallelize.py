@@ -8,14 +8,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.console import warn
+from ..core.console import warn, warn_once
 from ..core.errors import Failed, WrongUse
 from ..core.hardware import machine
 from ..models.attention import Documents
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # are not: ptxas takes a minute for the graph that blocks share, and a third of an eager step are kernels that fuse.
 RATES = {"cpu": (40e9, 0.1, 11.0, 4.0), "cuda": (100e12, 0.3, 60.0, 0.0)}
 OTHERS = "other shapes"
-_say_once = cache(warn)
 SHAPES = 16  # of batches that are compiled by themselves; what comes then shares a program for all shapes
 
 
@@ -149,7 +148,7 @@ def _compiled(
         shapes: Any = (torch.is_grad_enabled(), _shapes((args, kwargs)))
         if len(programs) >= SHAPES and shapes not in programs:
             shapes = OTHERS
-            _say_once(f"more than {SHAPES} shapes of batches: the others share a slower compiled program")
+            warn_once(f"more than {SHAPES} shapes of batches: the others share a slower compiled program")
         first = shapes not in programs
         if first:
             parameters[:] = weights()

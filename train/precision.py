@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.console import warn_once
 from ..core.errors import MissingExtra, WrongUse
+from ..core.hardware import machine
 from ..models.attention_cuda import check_computes
 from .parallel.tensor import ColumnLinear, Product, RowLinear, Which
 
@@ -32,6 +34,8 @@ def pick_device(wanted: str, precision: str) -> torch.device:
         if precision == "tf32":
             why, fix = "tf32 is an arithmetic of NVIDIA's GPUs", 'train.precision = "fp32"'
             raise WrongUse("a CPU has no tf32", where="train.precision", why=why, fix=fix)
+        if precision in HALVES and precision not in machine().cpu.dtypes:
+            warn_once(f'this processor has no {precision} products: train.precision = "fp32" is faster here')
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
