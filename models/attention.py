@@ -27,7 +27,7 @@ N documents; of the cache L layers, T places of a row.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Documents:
 
     bounds_N: Tensor
     longest: int
+    parted: ClassVar[bool] = False  # whether others have parts of the rows
 
     def ids(self, rows: int, length: int) -> Tensor:
         """The number of each token's document, (B, S)."""
@@ -81,7 +82,7 @@ class Documents:
         q, k, v = (x.to(v_BGSD.dtype).transpose(1, 2).flatten(0, 1) for x in (q_BASD, k_BGSD, v_BGSD))
         out = None
         if sinks is not None:
-            out = _WithSinks.apply(q, k, v, sinks, self.bounds_N, self.longest, is_causal, window)
+            out = attend_beside(q, k, v, sinks, *(self.bounds_N,) * 2, self.longest, is_causal, window)
         elif q.is_cuda:
             out = attention_cuda.attend_runs(q, k, v, self.bounds_N, self.longest, is_causal, dropout, window)
         elif dropout == 0.0 and q.device.type == "cpu":
@@ -103,31 +104,41 @@ def rows_of(q_BASD: Tensor) -> Documents:
     return Documents(ends * length, length)
 
 
-class _WithSinks(torch.autograd.Function):
-    """Attention of runs beside a sink of each head: a key without a value, merged as parts of a row are in a ring. The
-    kernels' backward of a merged result is that of its part.
+class _Beside(torch.autograd.Function):
+    """Attention of runs, beside a sink of each head if there are any: a key without a value, merged as parts of a row
+    are in a ring. The kernels' backward of a merged result is that of its part.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sinks_A: Tensor, *rules: Any
+        ctx: Any, q_TAD: Tensor, k_UGD: Tensor, v_UGD: Tensor, sinks_A: Tensor | None, *rules: Any
     ) -> Tensor:
-        bounds, *ctx.rest = rules
+        *bounds, ctx.longest, ctx.causal, ctx.window = rules
         ctx.kernel = attention_cuda if attention_cuda.has_flash(q_TAD) else attention_cpu
-        out, lse_AT = ctx.kernel.forward(q_TAD, k_TGD, v_TGD, bounds, bounds, *ctx.rest)
-        whole_AT = torch.logaddexp(lse_AT, sinks_A[:, None].to(lse_AT.dtype))
-        out = out * (lse_AT - whole_AT).exp().t()[..., None].to(out.dtype)
-        ctx.save_for_backward(q_TAD, k_TGD, v_TGD, sinks_A, bounds, out, whole_AT)
+        out, lse_AT = ctx.kernel.forward(q_TAD, k_UGD, v_UGD, *rules)
+        if sinks_A is not None:
+            whole_AT = torch.logaddexp(lse_AT, sinks_A[:, None].to(lse_AT.dtype))
+            out = out * (lse_AT - whole_AT).exp().t()[..., None].to(out.dtype)
+            lse_AT = whole_AT
+        ctx.save_for_backward(q_TAD, k_UGD, v_UGD, out, lse_AT, *bounds, sinks_A)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TAD: Tensor) -> tuple[Tensor | None, ...]:
-        *qkv, sinks_A, bounds, out, whole_AT = ctx.saved_tensors
-        found = ctx.kernel.backward(grad_TAD, *qkv, out, whole_AT, bounds, bounds, *ctx.rest)
-        shares_AT = (sinks_A[:, None] - whole_AT).exp()
-        for_sinks = -(shares_AT * (grad_TAD.to(whole_AT.dtype) * out).sum(-1).t()).sum(1)
-        return *found, for_sinks.to(sinks_A.dtype), None, None, None, None
+        *tensors, sinks_A = ctx.saved_tensors
+        found = ctx.kernel.backward(grad_TAD, *tensors, ctx.longest, ctx.causal, ctx.window)
+        for_sinks = None if sinks_A is None else sink_gradient(sinks_A, grad_TAD, *tensors[3:5])
+        return *found, for_sinks, *(None,) * 5
+
+
+attend_beside = _Beside.apply
+
+
+def sink_gradient(sinks_A: Tensor, grad_TAD: Tensor, out_TAD: Tensor, lse_AT: Tensor) -> Tensor:
+    """Of the sinks that a result and its log-sum-exp have in them."""
+    shares_AT = (sinks_A[:, None] - lse_AT).exp()
+    return -(shares_AT * (grad_TAD.to(lse_AT.dtype) * out_TAD).sum(-1).t()).sum(1).to(sinks_A.dtype)
 
 
 def knows_windows(q: Tensor, dropout: float) -> bool:

@@ -41,9 +41,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Result (T, A, D) and log-sum-exp (A, T) in float32 at least; 0 and -inf for a run without keys.
 
-    `longest` bounds the length of a run, for a GPU's kernel. `causal` and `window` (a query sees the keys less than so
-    far away; 0: all) are for runs that have as many queries as keys. A result that is not `mergeable` may lack its
-    log-sum-exp.
+    `longest` bounds the length of a run, for a GPU's kernel. `causal` is for runs that have as many queries as keys;
+    with a `window` (a query sees the keys less than so far away; 0: all) the last query stands at the last key. A
+    result that is not `mergeable` may lack its log-sum-exp.
     """
     out = torch.zeros_like(q_TAD, memory_format=torch.contiguous_format)
     lse = q_TAD.new_full((q_TAD.shape[1], len(q_TAD)), -math.inf, dtype=_wide(q_TAD))
@@ -102,7 +102,7 @@ def backward(
                     *inputs, lse[..., here], 0.0, causal and bias is None, attn_mask=bias
                 )
             for_q[..., here, :] = parts[0].view(for_q[..., here, :].shape)
-            if parts[0].shape == q.shape:
+            if parts[0].shape == q.shape and parts[1].shape == k.shape:
                 sums = list(parts[1:])
                 continue
             sums = sums or [torch.zeros_like(x) for x in (k, v)]
@@ -131,11 +131,12 @@ def band_slices(
     queries: int, keys: int, window: int, causal: bool, step: int
 ) -> Iterator[tuple[slice, slice]]:
     """Stretches of `step` queries, and the keys that any of them sees: those less than `window` away, 0 for all."""
+    behind = keys - queries if window else 0
     for start in range(0, queries, step):
         stop = min(start + step, queries)
-        first = max(0, start - window + 1) if window else 0
-        last = min(keys, stop + window - 1) if window else keys
-        yield slice(start, stop), slice(first, stop if causal else last)
+        first = max(0, behind + start - window + 1) if window else 0
+        last = min(keys, behind + stop + window - 1) if window else keys
+        yield slice(start, stop), slice(first, behind + stop if causal else last)
 
 
 @functools.lru_cache(maxsize=16)  # all stretches of a band but the first and the last have the same
@@ -157,7 +158,7 @@ def _pieces(
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Queries, the keys that they see, and their bias: none where the fused kernel takes a run whole."""
     queries, keys = q.shape[-2], k.shape[-2]
-    near = window if window < keys else 0
+    near = window if window < keys or queries < keys else 0
     if not plain and not near:
         yield slice(0, queries), slice(0, keys), None
         return
@@ -165,7 +166,8 @@ def _pieces(
     # 64 the fused kernel takes the same from 64 to 256 with a window of 512, and a quarter less by 256 with 2,048.
     step = min(QUERIES, max(near // 4, 128) if plain and near else max(near // 8, 64) if near else QUERIES)
     for here, seen in band_slices(queries, keys, near, causal, step):
-        sizes = here.stop - here.start, seen.stop - seen.start, here.start - seen.start
+        behind = keys - queries if near else 0
+        sizes = here.stop - here.start, seen.stop - seen.start, behind + here.start - seen.start
         yield here, seen, band_bias(*sizes, near, causal, q.dtype, q.device)
 
 

@@ -115,6 +115,8 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         sinks: Tensor | None = None,
     ) -> Tensor:
         length = q_BASD.shape[2]
+        if isinstance(mask, Documents) and mask.parted:
+            return mask.attend(q_BASD, k_BGTD, v_BGTD, causal, dropout, pattern.window, sinks)
         along = pattern.is_band and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout)
         if softcap or (sinks is not None and (torch.compiler.is_compiling() or not along)):
             places = torch.arange(length, device=q_BASD.device)

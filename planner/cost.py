@@ -6,6 +6,7 @@ Everything is arithmetic on numbers or arrays, so one call prices one layout or 
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -253,11 +254,13 @@ class Step:
         return all_reduce(count * self.summed_number, layouts.tensor, 1, self.cluster)
 
     def context_time(self) -> Number:
-        """Seconds of one layer's and micro-batch's sends round the ring of the context axis."""
+        """Seconds of the mean layer's and a micro-batch's keys and values over the context axis."""
         degrees, again = (self.layouts.tensor, self.layouts.context), 1 * (self.layouts.recompute > 0)
-        sent = traffic.context_sends(self.config, self.software.precision, self.tokens, *degrees, again)
-        calls, size = sum(calls for _, calls, _ in sent), sum(size for *_, size in sent)
-        return ring_sends(size, self.layouts.context, self.layouts.tensor, self.cluster, calls)
+        found: Any = traffic.context_sends(self.config, self.software.precision, self.tokens, *degrees, again)
+        calls, sizes = ({kind: sum(one[i] for one in sent) for kind, sent in found.items()} for i in (2, 3))
+        axis, near = (*degrees[::-1], self.cluster), self.config.windowed_layers / self.config.block_count
+        ring = ring_sends(sizes["g"], *axis, calls["g"])
+        return ring if not near else ring * (1 - near) + near * gather(sizes["l"], *axis, calls["l"])
 
     def issue_time(self) -> Number:
         """Seconds of the host to issue the mean layer forward, less what graphs issue at once."""

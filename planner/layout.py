@@ -176,12 +176,15 @@ def _context_rules(layout: Layout, config: ModelConfig, sequence_length: int) ->
     yield sequence_length % parts, "context", text, f"a train.sequence_length that is a multiple of {parts}"
     text = f"dropout {config.dropout:g} of attention needs the whole row in one kernel"
     yield config.dropout, "context", text, "context = 1, or dropout = 0"
-    text = "a pattern of attention needs whole sequences"
-    yield config.attention_pattern is not None, "context", text, "context = 1, or attention_window = 0"
+    text, pattern = (
+        "a pattern of attention but a decoder's window needs whole sequences",
+        config.attention_pattern,
+    )
+    unlike = pattern is not None and (isinstance(config, BERTConfig) or not pattern.is_band)
+    yield unlike, "context", text, "context = 1, or attention_window = 0"
     yield config.positions == "alibi", "context", "positions = alibi are a bias of whole rows", "context = 1"
-    for name in ("attention_softcap", "attention_sinks"):
-        text = f"no kernel merges parts of a row under {name}"
-        yield getattr(config, name, 0), "context", text, "context = 1"
+    text = "no kernel merges parts of a row under attention_softcap"
+    yield getattr(config, "attention_softcap", 0), "context", text, "context = 1"
     text = "the relative position bias needs whole sequences"
     yield getattr(config, "relative_buckets", 0), "context", text, "context = 1, or relative_buckets = 0"
 

@@ -127,15 +127,21 @@ def tensor_sends(
 
 def context_sends(
     config: ModelConfig, numbers: Precision, tokens: Number, tensor: Number, context: Number, again: Number
-) -> list[tuple[str, Number, Number]]:
-    """Calls and bytes round the ring of the context axis, of a layer and micro-batch; `again`: with recomputation."""
+) -> dict[str, list[tuple[str, str, Number, Number]]]:
+    """What goes over the context axis, its kind, calls and bytes, in a layer that sees all (`g`: round the ring) and in
+    one with a window (`l`), of a micro-batch; `again`: with recomputation.
+    """
     part = 2 * tokens * np.maximum(config.key_value_heads // tensor, 1) * config.head_size
-    passes = (2 + again) * (context - 1)  # forwards, and once for backward
-    sums = max(numbers.activation, 4)  # home at last; added up in float32 at least
-    return [
-        ("keys and values", passes, passes * part * numbers.activation),
-        ("their gradients", context, context * part * sums),
-    ]
+    passes, size = (2 + again) * (context - 1), part * numbers.activation  # forwards, and once for backward
+    sums = part * max(numbers.activation, 4)  # home at last; added up in float32 at least
+    there, back = "keys and values", "their gradients"
+    return {
+        "g": [(there, "send", passes, passes * size), (back, "send", context, context * sums)],
+        "l": [
+            (there, "all-gather", 1 + again, (1 + again) * context * size),
+            (back, "reduce-scatter", 1, context * size),
+        ],
+    }
 
 
 def passed_bytes(config: ModelConfig, software: Software, tokens: Number, tensor: Number) -> Number:
@@ -199,16 +205,18 @@ def expert_sends(
 
 def _row_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
     """Of the layers of a process over the context axis and with the processes of their experts."""
-    stages = layout.stages_of(rank)
-    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in stages)
-    layers += config.blocks_ahead * (layout.stages - 1 in stages)
-    times, tokens = batch.micro_batches * layers, batch.rows * batch.length // layout.context
+    stages, tokens = layout.stages_of(rank), batch.rows * batch.length // layout.context
+    layers = [layer for stage in stages for layer in layout.layers_of(stage, config.layers)]
+    layers += range(config.layers, config.block_count) if layout.stages - 1 in stages else ()
     if layout.context > 1:
         degrees, again = (layout.tensor, layout.context), int(batch.recompute != "none")
-        for what, calls, size in context_sends(config, batch.numbers, tokens, *degrees, again):
-            yield Traffic("context", "send", times * int(calls), times * int(size), what)
+        near = sum(config.kind_of(layer) == "l" for layer in layers)
+        for kind, found in context_sends(config, batch.numbers, tokens, *degrees, again).items():
+            times = batch.micro_batches * (near if kind == "l" else len(layers) - near)
+            for what, how, calls, size in found:
+                yield Traffic("context", how, times * int(calls), times * int(size), what)
     if layout.expert > 1:
-        again = int(batch.recompute == "full")
+        times, again = batch.micro_batches * len(layers), int(batch.recompute == "full")
         calls, size = expert_sends(config, batch.numbers, tokens, layout.tensor, again)
         yield Traffic("expert", "all-to-all", round(times * calls), round(times * size), "rows of experts")
 

@@ -349,5 +349,7 @@ def test_what_knows_no_pattern_refuses_it(tmp_path) -> None:
     assert caught.value.why.endswith("has another attention_window")
     with pytest.raises(Refused, match="attention pattern"):
         write_graph(GPT(dataclasses.replace(config, attention_global_blocks=1)), tmp_path / "model.onnx", {})
-    (problem,) = layout_problems(Layout(context=2), config, 64, 4, 4)
-    assert "pattern" in problem.text
+    assert not layout_problems(Layout(context=2), config, 64, 4, 4)  # a plain window
+    for other in (dataclasses.replace(config, attention_global_blocks=1), BERTConfig(attention_window=8)):
+        (problem,) = layout_problems(Layout(context=2), other, 64, 4, 4)
+        assert "pattern" in problem.text

@@ -127,7 +127,9 @@ def test_weight_names_are_those_of_published_files(kind):
     assert isinstance(config, GPTConfig)
     ours = {theirs for pair in pairs(config, kind) for theirs in pair.theirs}
     whole = families()[kind].names.whole
-    theirs = {whole(n.replace(".N.", f".{i}.")) for n in file["names"] for i in range(config.layers)}
+    layers, experts = range(config.layers), range(max(config.experts, 1))
+    of_layers = {n.replace(".N.", f".{i}.") for n in file["names"] for i in layers}
+    theirs = {whole(n.replace(".E.", f".{i}.")) for n in of_layers for i in experts}
     assert ours <= theirs and all(IGNORED.search(name) for name in theirs - ours)
     if file["config"].get("torch_dtype") in ("bfloat16", "float16") and file["bytes"] and ours == theirs:
         assert file["bytes"] == 2 * config.parameter_count()

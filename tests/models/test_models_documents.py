@@ -3,7 +3,7 @@
 import pytest
 import torch
 from throughline.models import attention_cpu, attention_cuda
-from throughline.models.attention import Documents, scaled_dot_product
+from throughline.models.attention import Documents, attend_beside, scaled_dot_product
 from throughline.models.attention_cpu import backward, band_bias, band_slices, forward
 from throughline.models.attention_patterns import make_attend
 from throughline.models.bert import BERT
@@ -85,6 +85,34 @@ def test_documents_with_a_window_equal_the_dense_mask(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads < HEADS),
         [x.double() for x in given],
     )
+    assert max(map(far, found, expected)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("window", [2, 6, 30, 100])
+@pytest.mark.parametrize("step", [16, 64])
+def test_the_last_queries_of_a_run_see_its_window(
+    step: int, window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of fewer queries than keys, as a process of the context axis has: of 20 of 50, of all 14, of none."""
+    monkeypatch.setattr(attention_cpu, "QUERIES", step)
+    sizes = [(20, 50), (14, 14), (0, 9), (30, 40)]
+    drawn = torch.Generator().manual_seed(0)
+    q, grad = (torch.randn(64, HEADS, SIZE, generator=drawn).to(dtype) for _ in range(2))
+    k, v = (torch.randn(113, 2, SIZE, generator=drawn).to(dtype) for _ in range(2))
+    bounds = torch.tensor([[0, 20, 34, 34, 64], [0, 50, 64, 73, 113]], dtype=torch.int32)
+    runs = [torch.full((queries, keys), True) for queries, keys in sizes]
+    near = [
+        run.tril(run.shape[1] - run.shape[0]).triu(run.shape[1] - run.shape[0] - window + 1) for run in runs
+    ]
+    mask = torch.block_diag(*near).bool()
+    found = with_gradients(lambda *qkv: attend_beside(*qkv, None, *bounds, 50, True, window), [q, k, v, grad])
+
+    def dense(*qkv: torch.Tensor) -> torch.Tensor:
+        first = [x.transpose(0, 1)[None] for x in qkv]
+        return F.scaled_dot_product_attention(*first, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    expected = with_gradients(dense, [x.double() for x in (q, k, v, grad)])
     assert max(map(far, found, expected)) < ERROR[dtype]
 
 

@@ -228,6 +228,12 @@ CASES = [
         model={"kv_heads": 2, "positions": "rotary"},
         precision="bf16",
     ),
+    Case(
+        "windows recomputed context",
+        Layout(context=2),
+        model={"kv_heads": 2, "attention_window": 7, "layer_pattern": "llg"},
+        recompute="full",
+    ),
     Case("full", Layout(data=2, sharding="full")),
     Case("zero2 odd", Layout(data=3, sharding="zero2"), model={"vocab_size": 257}),
     Case("zero1 hybrid", Layout(data=4, sharding="zero1", replicas=2)),

@@ -1,5 +1,6 @@
 """A model with an attention pattern trains alike in every layout that may have one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.shard import write_index  # noqa: E402
+from throughline.models.attention import scaled_dot_product  # noqa: E402
 from throughline.models.transformer import AttentionPattern  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.prove.proof import Case, Prover  # noqa: E402
+from throughline.prove.proof import BOUNDS, Case, Prover  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
+from throughline.train.parallel import context  # noqa: E402
 from throughline.train.recipes.recipe import Recipe  # noqa: E402
 from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
@@ -90,3 +94,24 @@ def test_losses_equal_the_single_process(tmp_path: Path) -> None:
     }.items():
         assert losses(name, **parallel) == pytest.approx(alone, abs=1e-12), name
     assert load_model(tmp_path / "tensor")[0].config.attention_pattern == AttentionPattern(window=5, block=8)
+
+
+def forgotten_window(engine: Engine) -> None:
+    """A layer with a window goes round the ring as the others do."""
+    for block in engine.stages[0].model.blocks.values():
+        block.attention.attend = scaled_dot_product
+
+
+def own_keys_for_all(engine: Engine) -> None:
+    """A process takes its own part of a row for those of the others."""
+    context.gather_rows = lambda x, axis: x.repeat(1, axis.size, 1, 1)
+
+
+@pytest.mark.parametrize("plant", [None, forgotten_window, own_keys_for_all])
+def test_windows_over_the_context_axis(plant: Callable[[Engine], None] | None) -> None:
+    """As one process in float64; a window that is forgotten, or keys of others that are, are caught."""
+    warm()
+    model = {"attention_window": 5, "layer_pattern": "gl"}
+    case = Case("windows", Layout(context=2), steps=2, model=model)
+    errors = Prover().prove(case, plant)
+    assert errors.loss > 1e5 * BOUNDS["fp64"]["loss"] if plant else not errors.beyond("fp64"), errors

@@ -7,8 +7,11 @@ kernel call, causal for its own chunk and full for the ones before, and the resu
 the same kernel's, given the merged result, while keys, values and their float32 gradients go round again. A process
 holds the keys of two parts at a time: its memory falls as 1 / n. Documents and padding are bounds within each chunk.
 
+A layer with a window gathers the keys and values of the rows (Llama 3, section 3.3.2), and a chunk of queries is one
+call over the chunks that the window reaches: its time is the window's, and it keeps the keys of no more chunks.
+
 Shape letters: B rows, C positions of a row here (S / context), H of a chunk (C / 2), T = B x H tokens of a
-chunk, A heads, G key-value heads, D head width, N documents.
+chunk, U tokens of the chunks that a window reaches, A heads, G key-value heads, D head width, E = 2 D, N documents.
 """
 
 from collections.abc import Iterator
@@ -23,8 +26,9 @@ from torch import Tensor
 
 from ...data.dataset import NO_TARGET
 from ...models import attention_cpu, attention_cuda
-from ...models.attention import Documents
+from ...models.attention import Documents, attend_beside, sink_gradient
 from .mesh import Axis
+from .tensor import gather_rows
 
 ROW_DOCUMENTS = "row_documents"  # (B, S): documents of whole rows, of which a process has a part
 
@@ -65,6 +69,7 @@ def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
 class ChunkDocuments(Documents):
     """The documents of every chunk: bounds (2 context, N + 1), those of row c within the (T,) tokens of chunk c."""
 
+    parted = True
     axis: Axis
     known: list[list[int]] | None = None  # the bounds as numbers, where nothing has to be read for them
 
@@ -83,9 +88,24 @@ class ChunkDocuments(Documents):
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        assert not (dropout or window) and sinks is None, "refused by the layout's rules"
-        dtype = v_BGSD.dtype  # of the products: rotary positions leave queries and keys in fp32
-        return ring_attention(q_BASD.to(dtype), k_BGSD.to(dtype), v_BGSD, self, is_causal)
+        assert not dropout, "refused by the layout's rules"
+        q, k = (x.to(v_BGSD.dtype) for x in (q_BASD, k_BGSD))  # rotary positions leave them in fp32
+        if not window:
+            return _RingAttention.apply(q, k, v_BGSD, sinks, self, is_causal)
+        axis, size, parts = self.axis, self.longest, []
+        gathered_BSGE = gather_rows(torch.cat((k, v_BGSD), -1).transpose(1, 2), axis)
+        chunks_BNHGE = gathered_BSGE.unflatten(1, (-1, size))
+        # where the chunks of a row are
+        order = [*range(0, 2 * axis.size, 2), *range(2 * axis.size - 1, 0, -2)]
+        for own, q_TAD in zip((axis.rank, 2 * axis.size - 1 - axis.rank), _to_chunks(q)):
+            first = max(0, own - -(-(window - 1) // size))
+            seen_UGE = chunks_BNHGE[:, order[first : own + 1]].flatten(0, 2)
+            k_UGD, v_UGD = (x.contiguous() for x in seen_UGE.chunk(2, -1))
+            # a run has in several chunks as many tokens as in each together, and its queries are the last of them
+            bounds = self.bounds_N[own], self.bounds_N[first : own + 1].sum(0, dtype=torch.int32)
+            longest = (own + 1 - first) * size
+            parts.append(attend_beside(q_TAD, k_UGD, v_UGD, sinks, *bounds, longest, True, window))
+        return _from_chunks(torch.stack(parts), len(q))
 
 
 def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
@@ -101,14 +121,15 @@ def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, documents: ChunkDocuments, causal: bool
-    ) -> Tensor:
+    def forward(ctx: Any, q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, *rest: Any) -> Tensor:
+        sinks_A, documents, causal = rest
         axis, (bounds, kernel) = documents.axis, _bounds(documents, q_BACD)
         q = _to_chunks(q_BACD)  # (2, T, A, D)
         kv = torch.stack((_to_chunks(k_BGCD), _to_chunks(v_BGCD)))  # (2, 2, T, G, D)
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full((2, q.shape[2], q.shape[1]), -torch.inf)  # (2, A, T)
+        if sinks_A is not None:  # merged first
+            lse.copy_(sinks_A[:, None])
         here = kv
         for step in range(axis.size):
             passing = _Passing(here, axis) if step < axis.size - 1 else None
@@ -119,13 +140,13 @@ class _RingAttention(torch.autograd.Function):
             if passing is not None:
                 here = passing.wait()
         merged = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, merged, lse)
+        ctx.save_for_backward(q, kv, merged, lse, sinks_A)
         ctx.documents, ctx.causal, ctx.rows = documents, causal, len(q_BACD)
         return _from_chunks(merged, len(q_BACD))
 
     @staticmethod
     def backward(ctx: Any, grad_BACD: Tensor) -> tuple[Tensor | None, ...]:
-        q, here, out, lse = ctx.saved_tensors
+        q, here, out, lse, sinks_A = ctx.saved_tensors
         axis, causal = ctx.documents.axis, ctx.causal
         bounds, kernel = _bounds(ctx.documents, q)
         grad = _to_chunks(grad_BACD)
@@ -147,7 +168,10 @@ class _RingAttention(torch.autograd.Function):
                 here = passing.wait()
         assert coming is not None
         dk, dv = coming.wait().to(here.dtype).unbind(0)
-        return *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)), None, None
+        of_sinks = None
+        if sinks_A is not None:
+            of_sinks = torch.stack([sink_gradient(sinks_A, *both) for both in zip(grad, out, lse)]).sum(0)
+        return *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)), of_sinks, None, None
 
 
 class _Passing:
@@ -201,14 +225,6 @@ def _from_chunks(x_2TAD: Tensor, rows: int) -> Tensor:
     return x_2TAD.unflatten(1, (rows, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def ring_attention(
-    q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, documents: ChunkDocuments, causal: bool
-) -> Tensor:
-    """Attention of the queries here over the keys of all processes of the axis: (B, A, C, D)."""
-    return _RingAttention.apply(q_BACD, k_BGCD, v_BGCD, documents, causal)
-
-
 def run_ring_eagerly() -> None:
-    """Before blocks are compiled: the ring runs as it is, between two graphs."""
-    global ring_attention
-    ring_attention = torch.compiler.disable(ring_attention)
+    """Before blocks are compiled: what goes between processes runs as it is, between two graphs."""
+    ChunkDocuments.attend = torch.compiler.disable(ChunkDocuments.attend)  # type: ignore[method-assign]
