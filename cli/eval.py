@@ -151,8 +151,10 @@ def command(
         from ..core.backend import BackendOptions
         from ..eval.search import of_embeddings
 
-        if tasks or path is None:
-            raise click.UsageError("--embeddings takes the place of --tasks, for the model at PATH")
+        others = any(map(is_given, {*given, "all_checkpoints"} - {"device", "dtype"}))
+        if tasks or path is None or others:
+            text = "the place of --tasks, for the model at PATH: beside it are --device and --dtype alone"
+            raise click.UsageError(f"--embeddings takes {text}")
         found = of_embeddings(path, embeddings, BackendOptions(given["device"], given["dtype"]))
         console.result(found, console.table(tuple(found), [tuple(found.values())]))
         return

@@ -118,7 +118,7 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Searc
     if software.name == "throughline":
         software = dataclasses.replace(software, dropout=config.dropout > 0)
     if name := options["optimizer"] or (recipe and recipe.optimizer.name):
-        software = software.with_optimizer(name, config)
+        software = software.with_optimizer(name, config, bool(recipe and recipe.optimizer.ema_decay))
     if recipe is not None and software.name == "throughline":
         software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
         if recipe.train.compile == "off" and cluster.device != "cpu":

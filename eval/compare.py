@@ -78,7 +78,7 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
         columns = ("where", "metric", "first", "second")
         lines += table(columns, [[one[key] for key in columns] for one in mine[:SHOWN]])
     if questions:
-        place = Path(second).with_name("differences.html")
+        place = Path(second).resolve().with_name("differences.html")
         html = page("Questions in which two models differ", parts, f"first: {first}, second: {second}")
         try:
             write_atomic(place, html)

@@ -79,9 +79,11 @@ class ModuleTrees(ModuleReader):
         the arg-max. All have one trunk, which is kept for the next call.
         """
         if (trunk := trees[0].trunk) != self.trunk[0]:
-            self.trunk = trunk, []
+            self.trunk = (), []  # until it is whole: memory may end while it is read
+            kept: list[tuple[Tensor, Tensor]] = []
             if trunk:
-                self.hidden([plant(Question(((trunk, (0,)),)), len(trunk))], self.trunk[1].append)
+                self.hidden([plant(Question(((trunk, (0,)),)), len(trunk))], kept.append)
+            self.trunk = trunk, kept
         head = self.model.output_weight(), self.model.output_bias(), self.hidden(trees)
         return token_logprobs(*head, lines, targets, softcap=self.model.config.logit_softcap)[:2]
 

@@ -126,9 +126,7 @@ class Engine:
         norm of the gradient, of the whole batch, and the largest signal that any process has received, on the device.
         The target counts of the next batch, `upcoming`, are summed on the same way.
         """
-        if (
-            self.config.dropout
-        ):  # a stream for each step and process: with sequence parallelism no two draw the same
+        if self.config.dropout:  # a stream of each step and process: no two of a sequence draw the same
             digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         micro_batches = batch.micro_batches

@@ -265,9 +265,7 @@ def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | N
     """Offset of the first document longer than `limit` bytes in `raw` (whole documents), or None."""
     plain = b"\n" if separator is LINE_END else b"\n\n"
     place = 0
-    while (
-        len(raw) - place > limit
-    ):  # in hops from newline to newline: text without long documents costs nothing
+    while len(raw) - place > limit:  # in hops between newlines: text without long documents costs nothing
         hop = raw.rfind(plain, place, place + limit)
         if hop < 0:
             break

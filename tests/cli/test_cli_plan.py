@@ -42,6 +42,16 @@ def test_plans_a_recipe_with_its_own_batch() -> None:
     assert facts["rows"] == 16 and facts["length"] == 128
 
 
+def test_plans_the_averages_that_a_recipe_keeps() -> None:
+    """An fp32 number more for every parameter, of one process in whole."""
+    words = ("gpt-shakespeare", "--gpus", "1", "--on", "t4", "--precision", "fp32", "--json")
+    none, kept = (
+        json.loads(run(*words, "--set", f"optimizer.ema_decay={decay}"))["layouts"][0] for decay in (0, 0.999)
+    )
+    assert kept["needed_gib"] - none["needed_gib"] > 0
+    assert kept["step_seconds"] > none["step_seconds"]
+
+
 def test_plans_a_bert_recipe_with_its_masked_share() -> None:
     """More masked places are more logits: the recipe's share counts, unless the command says another one."""
     words = (

@@ -247,6 +247,27 @@ def test_out_of_memory_halves_the_batch(
         answers(scorer, questions)
 
 
+def test_solved_examples_that_memory_ended_in_are_read_again(
+    small_gpt, gpt2_tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept of them, a part of the layers, is not taken for all."""
+    scorer, shown = CausalScorer(small_gpt, gpt2_tokenizer), "Q: is water wet?\nA: yes\n\n"
+    texts = [
+        [(f"{shown}Q: {word}?\nA:", " yes"), (f"{shown}Q: {word}?\nA:", " no")] for word in ("a", "b", "c")
+    ]
+    questions = scorer.encode(texts, [len(shown)] * 3)
+    wanted, real, failing = answers(scorer, questions), ModuleTrees.hidden, [True]
+
+    def hidden(reader: ModuleTrees, trees: Any, keep: Any = None) -> torch.Tensor:
+        if keep and failing.pop() if failing else False:
+            keep(())
+            too_much_for_cuda()
+        return real(reader, trees, keep)
+
+    monkeypatch.setattr(ModuleTrees, "hidden", hidden)
+    assert answers(CausalScorer(small_gpt, gpt2_tokenizer), questions) == wanted and not failing
+
+
 def test_batches_respect_the_budget_and_come_longest_first(small_gpt, gpt2_tokenizer) -> None:
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, batch_tokens=40)
     real, batches = scorer.answered, []

@@ -61,6 +61,10 @@ def test_a_folder_is_scored_by_its_form(bert_dir: Path, tmp_path: Path) -> None:
     labelled = [{"text": text, "label": text.split()[-1]} for text in texts]
     assert score("labels", train=labelled, test=labelled)["accuracy"] > 0.5
     assert "no folder in MTEB's form" in score("neither", test=labelled)["error"]
+    words = ["eval", str(bert_dir), "--embeddings", str(tmp_path / "pairs")]
+    for more in (["--limit", "1"], ["--tasks", "piqa"], ["--all-checkpoints"], ["--window", "8"]):
+        refused = CliRunner().invoke(main, [*words, *more])
+        assert refused.exit_code == 2 and "--device and --dtype alone" in refused.output
 
 
 def write(folder: Path, **splits: list[dict[str, Any]]) -> Path:
