@@ -197,7 +197,8 @@ class Asked:
             outcomes.append(outcome := self.kind.outcome(row.item, found))
             about = {"task": bound.name, "record": row.number, "where": row.item.where, "lost": row.lost}
             about |= self.plain[row.number].shown
-            own = {name: outcome[name] for name in self.kind.reported}
+            # without the NaN behind a list (`by_function`), which is no JSON
+            own = {name: [one for one in outcome[name] if one == one] for name in self.kind.reported}
             samples.append(about | {"answers": found, "metrics": own})
         metrics = {}
         for name in self.kind.reported:

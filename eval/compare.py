@@ -17,7 +17,7 @@ from ..core.errors import WrongUse
 from ..core.files import write_atomic
 from ..core.page import Part, page
 from ..core.workspace import read_records
-from .metrics import metric_of, resampled
+from .metrics import metric_of, per_unit, resampled
 from .report import read_scores
 
 DETECTABLE = 1.960 + 0.842  # standard errors: the normal's 97.5 % point, and its 80 % point as power
@@ -58,18 +58,26 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
             fix = "evaluate both on the same files"
         if why:
             raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
-        for metric in tasks[name]["metrics"]:
+        paired = []
+        for metric, found in one["metrics"].items():
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
-            rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
-        score = next(iter(one["metrics"]))
-        shown = []
-        for a, b in zip(*(part[name] for part in samples), strict=True):
+            if len({len(line) for part in pairs for line in part}) > 1:
+                continue  # lists that a function of the task sums up: no number of a record
+            values = {"first": found["value"], "second": two["metrics"][metric]["value"]}
+            paired.append({"task": name, "metric": metric, **paired_test(metric, *pairs), **values})
+        rows += paired
+        score, shown = next((row["metric"] for row in paired), ""), list[tuple[Any, ...]]()
+        for a, b in zip(*(part[name] for part in samples), strict=True) if score else ():
             values = {"first": a["metrics"][score][0], "second": b["metrics"][score][0]}
             if values["first"] != values["second"] and metric_of(score).mean:
                 about = {key: a[key] for key in ("task", "record", "where")}
                 questions.append(about | {"metric": score} | values)
                 shown += _rows(a, b, *values.values())
         parts.append(Part(name, f"right: {score}; below it every answer's log-probability", COLUMNS, shown))
+    if not rows:
+        raise WrongUse(
+            "no score is one of single records", where=f"{first} and {second}", why=", ".join(common)
+        )
     lines = [*table(tuple(rows[0]), [list(row.values()) for row in rows]), *NOTES]
     for name in dict.fromkeys(one["task"] for one in questions):
         mine = [one for one in questions if one["task"] == name]
@@ -117,6 +125,8 @@ def paired_test(
     if metric.startswith("f1"):  # lines are (gold, predicted): compare right answers
         a, b = ((rows[:, :1] == rows[:, 1:2]).astype(np.float64) for rows in (a, b))
     differences = b[:, 0] - a[:, 0]
+    if how.aggregate is per_unit:
+        differences /= a[:, 1].mean()
     count = len(differences)
     error = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else None
     means = resampled(lambda rows: rows[..., 0].mean(axis=-1), differences[:, None])
@@ -130,7 +140,8 @@ def paired_test(
         p = mcnemar(int((differences > 0).sum()), int((differences < 0).sum()))
     else:
         p = math.erfc(abs(differences.mean()) / error / math.sqrt(2)) if error else 0.0
-    better = "-" if p is None or p >= 0.05 else ("second" if differences.mean() > 0 else "first")
+    rises = (differences.mean() > 0) == (how.higher or not how.mean)  # a perplexity's are log-probabilities
+    better = "-" if p is None or p >= 0.05 else ("second" if rises else "first")
     return {
         "first": values[0],
         "second": values[1],

@@ -37,14 +37,14 @@ def _exp(nats: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(nats, MOST_NATS))
 
 
-def _per_unit(rows: Rows) -> np.ndarray:
+def per_unit(rows: Rows) -> np.ndarray:
     """The sum over units; lines are (sum, units)."""
     return rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1)
 
 
 def _perplexity(rows: Rows) -> np.ndarray:
     """exp of the negative log-probability per unit; lines are (log-probability, units)."""
-    return _exp(-_per_unit(rows))
+    return _exp(-per_unit(rows))
 
 
 def _f1_of(rows: Rows, label: int) -> np.ndarray:
@@ -72,19 +72,19 @@ MEANS = "acc centred acc_norm acc_bytes exact_match f1_words contains share_righ
 MEANS += " prompt_level_strict_acc prompt_level_loose_acc"
 METRICS: dict[str, Metric] = {
     **dict.fromkeys(MEANS.split(), Metric(_mean, mean=True)),
-    **dict.fromkeys(("inst_level_strict_acc", "inst_level_loose_acc"), Metric(_per_unit, "instruction")),
+    **dict.fromkeys(("inst_level_strict_acc", "inst_level_loose_acc"), Metric(per_unit, "instruction")),
     "brier_score": Metric(_mean, higher=False, mean=True),
     "mcc": Metric(_mcc),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
-    "mlm_accuracy": Metric(_per_unit, "token"),
+    "mlm_accuracy": Metric(per_unit, "token"),
     "mlm_perplexity": Metric(_perplexity, "token", higher=False),
     "perplexity": Metric(lambda rows: _exp(-_mean(rows)), higher=False),
     "word_perplexity": Metric(_perplexity, "word", higher=False),
     "byte_perplexity": Metric(_perplexity, "byte", higher=False),
     "token_perplexity": Metric(_perplexity, "token", higher=False),
     "adjusted_perplexity": Metric(_perplexity, "word", higher=False),
-    "bits_per_byte": Metric(lambda rows: -_per_unit(rows) / math.log(2), "byte", higher=False),
+    "bits_per_byte": Metric(lambda rows: -per_unit(rows) / math.log(2), "byte", higher=False),
 }
 
 
