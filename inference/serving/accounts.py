@@ -93,8 +93,12 @@ class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
             self.free_s = free_s
 
     def take(self, answers: int) -> None:
-        """Count answers that are accepted. Raises HTTPException 429 beyond the key's places."""
+        """Count answers that are accepted. Raises HTTPException 429 beyond the key's places, WrongUse beyond all."""
         if self.places is not None and self.held + answers > self.places:
+            if answers > self.places:
+                raise WrongUse(
+                    "too many answers for this key in one request", why=f"{answers} > {self.places}"
+                )
             raise later(429, f"{self.held} of this key's {self.places} places are taken", 1)
         self.held += answers
 

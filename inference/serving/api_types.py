@@ -8,6 +8,7 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct, field
 
 from ...core.errors import WrongUse
@@ -143,8 +144,8 @@ class Generation(Body, kw_only=True):
         fields = {name: getattr(self, name) for name in Sampling.__struct_fields__}
         return Sampling(**fields | {"logit_bias": tuple((int(i), b) for i, b in self.logit_bias.items())})
 
-    def constraint(self) -> dict[str, Any] | None:
-        """What the answer must match: {"json": schema} or {"regex": ...}. Raises WrongUse for two of them."""
+    def constraint(self) -> str | None:
+        """What the answer must match, as JSON: {"json": schema} or {"regex": ...}. Raises WrongUse for two of them."""
         shape, named = self.response_format, self.structured_outputs or StructuredOutputs()
         schema: Any = {"type": "object"} if shape and shape.type == "json_object" else None
         if shape and shape.type == "json_schema":
@@ -156,7 +157,10 @@ class Generation(Body, kw_only=True):
         found += [{"regex": one} for one in (named.regex, self.guided_regex, *choices) if one]
         if len(found) > 1:
             raise WrongUse("an answer cannot have two shapes", where="guided_regex", fix="give one of them")
-        return found[0] if found else None
+        try:
+            return msgspec.json.encode(found[0]).decode() if found else None
+        except RecursionError:
+            raise WrongUse("the constraint is nested too deeply", where="response_format") from None
 
 
 class CompletionBody(Generation, kw_only=True):

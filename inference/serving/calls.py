@@ -33,6 +33,7 @@ FIELD_BYTES = {"tokens": 1 << 19, "instructions": 1 << 62}
 # of any other field that a body need not have; those that it must have are as long as it may be
 SMALL_BYTES = 1 << 16
 MOST_IDS = 1 << 19  # of a request: Python's lists of two million take the event loop 30 ms
+MOST_STRINGS = 1 << 14  # of messages, names of fields too
 MOST_PROBLEMS = 8  # told of one body
 FREE_BYTES = 1 << 14  # of each body, which the budget leaves out: large ones must not shut small ones out
 UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -254,11 +255,11 @@ def _value(name: str, field: Any, raw: bytes, limits: ServerLimits) -> Any:
     if len(raw) > most:
         raise ValueError(f"larger than {most:,} bytes")
     opening = raw[:1] + raw[1:].lstrip()[:1] if raw[:1] == b"[" else raw[:1]
-    # Texts that end in a backslash count half.
-    count = {b'["': (raw.count(b'"') - raw.count(b'\\"')) // 2, b"[[": raw.count(b"[") - 1}.get(opening, 0)
+    strings = (raw.count(b'"') - raw.count(b'\\"')) // 2  # those that end in a backslash count half
+    count = {b'["': strings, b"[[": raw.count(b"[") - 1}.get(opening, 0)
     limits.check_texts(count if required else 0, name)
-    if name in ("messages", "input") and raw.count(b'"role"') > 1000:
-        raise ValueError("more than 1000 messages")
+    if strings > MOST_STRINGS and name in ("messages", "input"):
+        raise ValueError("too many messages, or parts of them")
     if kind != Texts:
         return msgspec.json.decode(raw, type=kind)
     if opening[:1] == b"[" and opening != b'["' and raw.count(b",") >= MOST_IDS:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from ...core.errors import Failed
+from ...core.errors import ThroughlineError
 from .api_types import ChatBody, CompletionBody, Generation, Message, ResponsesBody
 from .calls import INLINE, Call, error_body, told
 from .generation import Job, TextDelta, Token
@@ -51,6 +51,8 @@ async def conversed(
     """The job of answering a conversation with at most so many tokens (None: what fits)."""
     model, template = call.model, call.model.chat
     assert template is not None
+    size = sum(len(message.text()) + len(message.name or "") for message in messages)
+    model.reader.check_characters(size, "messages")
     ids = await call.beside(INLINE + 1, lambda: template.ids(messages))
     body.stop = [*body.stops(), *template.ends]
     return [model.job(body, ids, most or model.room(len(ids)), logprobs)]
@@ -93,7 +95,7 @@ async def _events(
                 yield _event(event)
         except TimeoutError:
             yield _event(error_body(504, "the answer took too long"))
-        except Failed as error:
+        except ThroughlineError as error:
             call.watch.fault = type(error).__name__
             yield _event(msgspec.Raw(told(error).body))
     yield b"data: [DONE]\n\n"

@@ -57,16 +57,16 @@ class Reader:
         ids: Any = text
         if isinstance(text, str):
             if not truncate:
-                self.check_characters(text, where)  # tokenising a megabyte takes most of a second
+                self.check_characters(len(text), where)  # tokenising a megabyte takes most of a second
             ids = self.tokenizer.encode(text[: TOKEN_CHARACTERS * self.context])
         if len(ids) > self.context and not truncate:
             raise longer(f"{len(ids)} tokens > {self.context}", where)
         return ids
 
-    def check_characters(self, text: str, where: str) -> None:
-        """Refuse a text that no tokenizer could bring into the context."""
-        if len(text) > TOKEN_CHARACTERS * self.context:
-            raise longer(f"{len(text):,} characters for {self.context:,} tokens", where)
+    def check_characters(self, count: int, where: str) -> None:
+        """Refuse a text of so many that no tokenizer could bring it into the context."""
+        if count > TOKEN_CHARACTERS * self.context:
+            raise longer(f"{count:,} characters for {self.context:,} tokens", where)
 
     def frame(self, texts: Mapping[str, str | list[int]], truncate: bool = False, **asked: Any) -> Encoding:
         """[CLS] text [SEP], and with a second one text [SEP]; of a tokenizer without them what its file puts around a
@@ -110,6 +110,7 @@ class Reader:
         if mask_id is None:
             raise WrongUse("this model's tokenizer has no mask token", where="input")
         name = self.tokenizer.decode([mask_id])
+        self.check_characters(len(text), "input")
         if name not in text:
             raise WrongUse("there is no mask in the text", where="input", fix=f"write {name} for a word")
         ids: list[int] = []

@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     logprobs: int | None = None
     # The same of the prompt, which is then read anew (no prefix is reused); with it `max_tokens` may be 0.
     prompt_logprobs: int | None = None
-    constraint: dict[str, Any] | None = None  # {"json": schema} or {"regex": expression}
+    constraint: str | None = None  # JSON: {"json": schema} or {"regex": expression}
     n: int = 1  # answers, whose seeds are one apart
     whole: bool = False  # nobody looks at an answer before it is complete
     min_tokens: int = 0  # before them no token ends an answer
@@ -293,13 +293,10 @@ class Grammars:
         except ValueError as error:
             what, why = "this model's tokenizer cannot be constrained", str(error).splitlines()[0]
             raise WrongUse(what, where="response_format", why=why) from error
-        self._compiled = lru_cache(GRAMMARS)(self._compile)
+        self.guide = lru_cache(GRAMMARS)(self._guide)
 
-    def guide(self, constraint: dict[str, Any]) -> "Guide":
-        """What keeps answers to {"json": schema} or {"regex": expression}; each gets a `copy`."""
-        return self._compiled(json.dumps(constraint))
-
-    def _compile(self, text: str) -> "Guide":
+    def _guide(self, text: str) -> "Guide":
+        """What keeps answers to the `constraint` of a `Job`; each gets a `copy`."""
         constraint, matcher = json.loads(text), self._library.LLMatcher
         # White space is left to the writer of the schema: a model may otherwise go on with it for ever.
         compact: Any = {"whitespace_flexible": False}

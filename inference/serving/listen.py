@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import errno
 import json
+import resource
 import signal
 import socket
 import struct
@@ -30,7 +31,11 @@ from .calls import Server, error_body
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
 HEADER_S = 15.0  # for a client to send the head of a request
-HEAD_BYTES = 1 << 16  # of the head of a request
+HEAD_BYTES = 1 << 16  # of the head of a request; what comes in pieces counts twice
+LINE_BYTES = 128  # that each of its lines takes besides
+PIPELINED = 16  # requests that may come before the first of them is answered
+CONNECTIONS, OWN_FILES = 4096, 64
+BACKLOG = 1024  # connections that one turn of the loop takes up, some 50 us each
 BODY_S = 45.0  # for its body, whoever reads it: longer than `body_s`, whose end is an answer
 UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
@@ -45,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         other = "give another port with --port (0 = any free one)"
@@ -75,14 +80,14 @@ def refuse_new(listener: socket.socket) -> None:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """HTTP/1.1 in which the head of a request has a deadline and a size, on a new connection and on a kept one,
-    and a client that does not read its answer is let go. uvloop sends what one turn of the loop writes as one piece:
-    the head of an answer goes with its body.
+    """HTTP/1.1 in which the head of a request has a deadline and a size, on a new connection and on a kept one, few
+    requests wait behind one another, and a client that does not read its answer is let go. uvloop sends what one turn
+    of the loop writes as one piece: the head of an answer goes with its body.
     """
 
     # Those that owe us a request, the longest first: they are let go where there are too many connections.
     owing: ClassVar[dict["DeadlineProtocol", None]] = {}
-    most: ClassVar[int] = 4096  # connections
+    most: ClassVar[int] = CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None  # for the head of a request, then for its body
     _unread: asyncio.TimerHandle | None = None  # for the client to read what fills the buffers
     _head_bytes, _in_head = 0, False
@@ -90,7 +95,9 @@ class DeadlineProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.most and self.owing:
-            next(iter(self.owing)).transport.abort()
+            longest = next(iter(self.owing))
+            del self.owing[longest]  # the next one of many at once lets another go
+            longest.transport.abort()
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -106,6 +113,14 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._deadline is None:
             self._wait_for_head()
+        if len(self.pipeline) > PIPELINED:
+            raise ValueError  # the parser's own error, a 400
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._head_bytes += len(name) + len(value) + LINE_BYTES
+        if self._head_bytes > HEAD_BYTES:
+            raise ValueError
 
     def on_headers_complete(self) -> None:
         self._expect(BODY_S)
@@ -195,11 +210,22 @@ class DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(TAKE_UP_S, setattr, self, "should_exit", True)
 
 
+def connections() -> int:
+    """Let this process open as many files as it may and needs; how many connections they allow."""
+    needed = CONNECTIONS + OWN_FILES
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < needed:  # -1 is as many as it likes
+        files = needed if most < 0 else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    return CONNECTIONS if files < 0 else min(CONNECTIONS, files - OWN_FILES)
+
+
 def run(app: Starlette, server: Server, listener: socket.socket, tls: Sequence[Path | None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or Nones. Raises as opening did."""
     how: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": DeadlineProtocol}
     how |= {"log_config": None, "access_log": False, "server_header": False}
-    how |= {"timeout_graceful_shutdown": ANSWER_S, "timeout_keep_alive": KEEP_ALIVE_S}
+    how |= {"timeout_graceful_shutdown": ANSWER_S, "timeout_keep_alive": KEEP_ALIVE_S, "backlog": BACKLOG}
+    DeadlineProtocol.most = connections()
     config = uvicorn.Config(app, **how, ssl_certfile=tls[0], ssl_keyfile=tls[1])
     try:
         config.load()

@@ -42,16 +42,19 @@ async def fill_mask(call: Call, body: api.FillMaskBody) -> dict[str, Any]:
     reader = call.model.reader
     masked = await call.beside(len(body.input), lambda: reader.masked(body.input, body.top_k))
     (answer,) = await _read(call, [masked])
-    decode, positions, best_NK = reader.tokenizer.decode, masked.ask, answer["ids"]
-    data = []
-    for index, (ids, shares) in enumerate(zip(best_NK.tolist(), answer["probabilities"].tolist())):
-        found = [{"id": i, "text": decode([i]), "probability": share} for i, share in zip(ids, shares)]
-        position = int(positions[index])
-        data.append({"object": "mask", "index": index, "position": position, "candidates": found})
+    name, positions, best_NK = call.model.token_text, masked.ask, answer["ids"]
+
+    def told(index: int) -> msgspec.Raw:
+        best = zip(best_NK[index].tolist(), answer["probabilities"][index].tolist())
+        found = [{"id": i, "text": name(i), "probability": share} for i, share in best]
+        mask = {"object": "mask", "index": index, "position": int(positions[index]), "candidates": found}
+        return msgspec.Raw(msgspec.json.encode(mask))
+
+    data = await call.beside(best_NK.size, lambda: [*map(told, range(len(positions)))])
     filled = masked.ids.copy()
     filled[positions] = best_NK[:, 0]
     framing = (reader.tokenizer.cls_id, reader.tokenizer.sep_id)
-    return _list(call, data) | {"text": decode([i for i in filled if i not in framing])}
+    return _list(call, data) | {"text": reader.tokenizer.decode([i for i in filled if i not in framing])}
 
 
 async def classify(call: Call, body: api.ClassifyBody) -> dict[str, Any]:
@@ -92,6 +95,7 @@ async def score(call: Call, body: api.ScoreBody) -> dict[str, Any]:
         scores = await _scored(call, ones, others, False)
     else:
         want = call.model.sentence.output(None)
+        call.model.limits.check_texts(len(ones) + len(others), "text_2")
         vectors = [unit(answer[want]) for answer in await _read_all(call, [*ones, *others], want)]
         first = vectors[: len(ones)] * (len(others) // len(ones))
         scores = [float(one @ other) for one, other in zip(first, vectors[len(ones) :])]
@@ -119,7 +123,7 @@ async def tokenize(call: Call, body: api.TokenizeBody) -> dict[str, Any]:
     model = call.model
 
     def ids() -> tuple[msgspec.Raw, int]:
-        model.reader.check_characters(body.prompt, "prompt")
+        model.reader.check_characters(len(body.prompt), "prompt")
         if body.add_special_tokens and not model.causal:
             found = model.reader.frame({"prompt": body.prompt}).ids
         else:

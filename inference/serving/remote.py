@@ -125,11 +125,12 @@ class Remote:
         assert self._connection is not None
         costs = [one.cost for one in work for _ in range(one.n)]
         numbers = range(self._next, self._next + len(costs))
+        due_s = time.monotonic() - priority * PRIORITY_S
+        message = pack(Ask(numbers.start, list(work), due_s, tenant))  # what cannot be said is owed to nobody
         self._next = numbers.stop
         for place, (number, cost) in enumerate(zip(numbers, costs)):
             self._waiting[number] = Owed(place, hear, cost)
-        due_s = time.monotonic() - priority * PRIORITY_S
-        self._connection.write(pack(Ask(numbers.start, list(work), due_s, tenant)))
+        self._connection.write(message)
         self.accepted += len(numbers)
         return numbers
 

@@ -224,7 +224,7 @@ class WorkerModel:
         if self.engine.sick:
             warm_up(self.loaded)  # it may have been what was asked; if not, another process may do better
 
-    def _guide(self, constraint: dict[str, Any]) -> Guide:
+    def _guide(self, constraint: str) -> Guide:
         return self._grammars().guide(constraint)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -76,12 +77,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     """`with start("gpt=PATH", …) as server`: the command under the watchdog, and somebody who asks after its health."""
 
     @contextlib.contextmanager
-    def started(*arguments: str, **variables: str) -> Iterator[Watched]:
+    def started(*arguments: str, files: tuple[int, int] | None = None) -> Iterator[Watched]:
         file = tmp_path_factory.mktemp("watch") / "turns"
         words = [sys.executable, str(Path(__file__).with_name("watched.py")), str(file), "serve", *arguments]
         words += ["--port", "0", "--threads", "1", "--no-access-log"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files)) if files else None
+        process = subprocess.Popen(
+            words, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=limit
+        )
         ended = threading.Event()
         try:
             said = ""
@@ -120,6 +124,20 @@ def judge_dir(bert_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.json").write_text(models.json.dumps(fields))
     (directory / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
     return directory
+
+
+@pytest.fixture(scope="session")
+def wide_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A GPT with a chat template and a BERT, both of contexts that large requests fit."""
+    home, gpt = tmp_path_factory.mktemp("wide"), models.gpt_tokenizer()
+    small = {"layers": 1, "width": 32, "heads": 2}
+    chat = models.build(models.GPTConfig(vocab_size=304, sequence_length=4096, tied=False, **small), 3)
+    bert = models.build(models.BERTConfig(vocab_size=304, sequence_length=512, **small), 5)
+    models.write_model(home / "chat", models.opinionated(chat), gpt)
+    config = {"eos_token": "<|endoftext|>", "chat_template": models.TEMPLATE}
+    (home / "chat" / "tokenizer_config.json").write_text(models.json.dumps(config))
+    models.write_model(home / "masks", models.opinionated(bert), models.bert_tokenizer())
+    return home / "chat", home / "masks"
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,17 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def server(start: Callable, gpt_onnx: Path, bert_onnx: Path, judge_dir: Path) -> Iterator[Any]:
-    with start(f"gpt={gpt_onnx}", f"bert={bert_onnx}", f"judge={judge_dir}") as found:
+def server(
+    start: Callable, gpt_onnx: Path, bert_onnx: Path, judge_dir: Path, wide_dirs: Any
+) -> Iterator[Any]:
+    with start(
+        f"gpt={gpt_onnx}",
+        f"bert={bert_onnx}",
+        f"judge={judge_dir}",
+        *map(str, wide_dirs),
+        "--max-tokens",
+        "200",
+    ) as found:
         yield found
 
 
@@ -67,6 +76,16 @@ WRONG = {
     "ids": ("/v1/completions", filled('{"model":"gpt","prompt":[', "1", "]}")),
     "lists of one": ("/v1/completions", filled('{"model":"gpt","prompt":[', "[1]", "]}")),
     "messages": ("/v1/chat/completions", filled('{"messages":[', '{"role":"user"}', "]}")),
+    "roles": ("/v1/chat/completions", filled('{"messages":[', r'{"\u0072ole":"user"}', "]}")),
+    "parts": (
+        "/v1/responses",
+        filled('{"input":[{"role":"user","content":[', '{"type":"input_text","text":""}', "]}]}"),
+    ),
+    "conversations": (
+        "/v1/chat/completions",
+        filled('{"messages":[', json.dumps({"role": "user", "content": "word " * 190_000}), "]}"),
+    ),
+    "masks": ("/v1/fill-mask", json.dumps({"model": "masks", "input": "[MASK]" * 160_000}).encode()),
     "tokens": ("/detokenize", filled('{"model":"gpt","tokens":[', "1.5", "]}")),
     "many tokens": ("/detokenize", filled('{"model":"gpt","tokens":[', "1", "]}")),
     "biases": (
@@ -210,8 +229,9 @@ def test_long_texts_hold_up_nobody(server: Any, bounds: Any, path: str, body: di
             },
         ),
         ("/v1/embeddings", {"model": "bert", "input": ["A model reads"] * 256}),
+        ("/v1/fill-mask", {"model": "masks", "input": "[MASK] " * 500, "top_k": 100}),
     ],
-    ids=["128 answers", "64 answers", "echoes", "vectors"],
+    ids=["128 answers", "64 answers", "echoes", "vectors", "masks"],
 )
 def test_large_answers_hold_up_nobody(server: Any, bounds: Any, path: str, body: dict) -> None:
     """S5: answers of megabytes are made beside the event loop, or refused when they would be too large."""
@@ -254,11 +274,41 @@ def test_idle_and_slow_connections_leave_room(server: Any, bounds: Any) -> None:
     assert 1000 * share < bounds.health_ms
 
 
+@pytest.mark.parametrize("sent", ["requests", "lines"])
+def test_heads_hold_up_nobody(server: Any, bounds: Any, sent: str) -> None:
+    """Clients that send thousands of requests without an answer, or heads of thousands of lines and no end."""
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    data = head + b"aa:bb\r\n" * 9000 if sent == "lines" else (head + b"\r\n") * 10_000
+    server.begin()
+    held = [server.connect() for _ in range(1000 if sent == "lines" else 100)]
+    for connection in held:
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.send(data)
+    time.sleep(2)
+    status, _ = post(server, "/tokenize", {"model": "gpt", "prompt": "x"})
+    for connection in held:
+        connection.close()
+    judged(server, f"{len(held)} times {len(data) / 1e6:.2f} MB of {sent}", bounds)
+    assert status == 200
+
+
+def test_more_connections_than_files_leave_room(start: Callable, gpt_onnx: Path, bounds: Any) -> None:
+    """Where a process may have 1,024 files open, and 256 unless it asks: those that owe a request longest go."""
+    with start(f"gpt={gpt_onnx}", files=(256, 1024)) as server:
+        held = [server.connect() for _ in range(2000)]
+        for connection in held:
+            connection.sendall(b"POST /v1/comp")
+        assert post(server, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+        judged(server, "2,000 connections", bounds)
+
+
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "gpt", "prompt": "The quick", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/responses": {"input": "x", "max_output_tokens": 2},
     "/v1/embeddings": {"model": "bert", "input": ["A fox", "a dog"]},
-    "/v1/fill-mask": {"model": "bert", "input": "a [MASK]"},
+    "/v1/fill-mask": {"model": "masks", "input": "a [MASK]"},
     "/v1/classify": {"model": "judge", "input": "a fox"},
     "/v1/rerank": {"model": "judge", "query": "a", "documents": ["b", "c"]},
     "/v1/score": {"model": "judge", "text_1": "a", "text_2": ["b"]},
@@ -314,6 +364,7 @@ def drawn(draw: random.Random, depth: int = 0) -> Any:
         1,
         5,
         2**63,
+        2**70,
         1e300,
         0.5,
         "",

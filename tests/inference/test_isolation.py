@@ -192,6 +192,8 @@ def test_a_key_file_says_who_may_do_how_much(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="this key") as told:
             refused()
         assert told.value.status_code == 429 and int(told.value.headers["Retry-After"]) >= 1
+    with pytest.raises(WrongUse, match="too many answers for this key"):  # however long it waits
+        keys[1].take(4)
     for wrong in ("a places=0", "a b", "a colour=red", "# none"):
         file.write_text(wrong)
         with pytest.raises(WrongUse, match="key"):
@@ -295,6 +297,47 @@ def test_streams_say_that_they_go_on(ask: Any, monkeypatch: pytest.MonkeyPatch) 
         text = (await found.client.post("/v1/completions", json=request)).text
         assert text.startswith(": the answer goes on\n\n") and text.count(": the answer") >= 3
         assert text.count("data: {") == 3 and text.endswith("data: [DONE]\n\n")
+
+    ask(body)
+
+
+def test_a_stream_that_has_begun_tells_what_was_wrong(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that is refused after the first sign that the answer goes on: an event says so."""
+    import time
+
+    monkeypatch.setattr(served, "HEARTBEAT_S", 0.05)
+
+    async def body(found: Any) -> None:
+        def refuse(constraint: str) -> Any:
+            time.sleep(0.2)
+            raise WrongUse("the constraint cannot be compiled")
+
+        monkeypatch.setattr(found.workers["gpt"], "_guide", refuse)
+        request = {"model": "gpt", "prompt": "x", "stream": True, "guided_regex": "a"}
+        text = (await found.client.post("/v1/completions", json=request)).text
+        assert text.startswith(": the answer goes on") and text.endswith("data: [DONE]\n\n")
+        (told,) = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert told["error"]["message"] == "the constraint cannot be compiled"
+
+    ask(body)
+
+
+def test_what_cannot_be_sent_to_a_process_is_owed_to_nobody(
+    ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema with a number of 100 bits is a schema; a message that no bytes can hold takes no place in the queue."""
+
+    async def body(found: Any) -> None:
+        request = {"model": "gpt", "prompt": "x", "guided_json": {"enum": [10**30]}, "max_tokens": 40}
+        answer = await found.client.post("/v1/completions", json=request)
+        assert answer.status_code == 200, answer.text
+
+        def refuse(message: Any) -> bytes:
+            raise OverflowError("can't serialize ints > 64 bits")
+
+        monkeypatch.setattr(remote, "pack", refuse)
+        assert (await found.client.post("/v1/completions", json=request)).status_code == 500
+        assert found.remote().waiting == 0
 
     ask(body)
 

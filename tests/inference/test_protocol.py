@@ -115,7 +115,38 @@ def test_a_client_that_reads_nothing_is_let_go(in_thread, monkeypatch: pytest.Mo
             assert not all_of(connection).endswith(b"0\r\n\r\n"), "the answer has no end"
 
 
-def test_the_head_of_a_request_is_bounded(address: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"X-Long: " + b"x" * (listen.HEAD_BYTES + 1),
+        b"X-Long: " + b"x" * (listen.HEAD_BYTES + 1) + b"\r\n\r\n",
+        b"a:b\r\n" * 1000 + b"\r\n",
+        b"\r\nGET /health HTTP/1.1\r\n" * 100 + b"\r\n",
+    ],
+    ids=["no end", "one line", "lines", "requests"],
+)
+def test_the_head_of_a_request_and_their_number_are_bounded(address: tuple[str, int], sent: bytes) -> None:
     with socket.create_connection(address) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"X-Long: " + b"x" * (listen.HEAD_BYTES + 1))
-        assert all_of(connection).startswith(b"HTTP/1.1 400")
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + sent)
+        with suppress(ConnectionResetError):  # for what was not read
+            assert b"HTTP/1.1 400" in all_of(connection)
+
+
+def test_few_requests_at_once_are_answered_in_turn(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * listen.PIPELINED)
+        assert all_of(connection).count(b"HTTP/1.1 200") == listen.PIPELINED
+
+
+@pytest.mark.parametrize(
+    ("files", "most", "connections", "asked"),
+    [(256, 1024, 960, 1024), (1024, -1, 4096, 4160), (10_000, 10_000, 4096, None), (-1, -1, 4096, None)],
+)
+def test_connections_leave_files_for_all_else(
+    files: int, most: int, connections: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(listen.resource, "getrlimit", lambda kind: (files, most))
+    monkeypatch.setattr(listen.resource, "setrlimit", lambda kind, limits: calls.append(limits))
+    assert listen.connections() == connections
+    assert calls == ([(asked, most)] if asked else [])

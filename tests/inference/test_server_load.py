@@ -123,8 +123,8 @@ def test_a_grammar_in_preparation_holds_up_nobody(ask, monkeypatch: pytest.Monke
         model, gate, begun = found.workers["gpt"], threading.Event(), list[str]()
         usual = model._guide
 
-        def slow(constraint: dict) -> Any:
-            begun.append(constraint["regex"])
+        def slow(constraint: str) -> Any:
+            begun.append(json.loads(constraint)["regex"])
             assert gate.wait(30)
             return usual(constraint)
 
