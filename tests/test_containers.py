@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from throughline.inference.serving import listen
+from throughline.inference.serving.accounts import ServerLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 yaml = pytest.importorskip("yaml")
@@ -87,7 +89,9 @@ def test_dockerfiles_are_clean(path: Path) -> None:
 def test_images_for_use_and_a_health_check_for_serving() -> None:
     found = stages((ROOT / "Dockerfile").read_text())
     assert {"cpu", "cuda", "serve"} <= set(found)
-    assert any(word == "HEALTHCHECK" for word, _ in found["serve"])
+    # a model that loads for minutes is healthy and not ready
+    assert "/health'" in dict(found["serve"])["HEALTHCHECK"]
+    assert "llguidance" in (ROOT / "containers" / "serve.txt").read_text().split()
     assert dict(found["serve"])["EXPOSE"] == "8000"
 
 
@@ -116,6 +120,8 @@ def test_compose_serves_and_watches() -> None:
     for name, service in services.items():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
         if "build" in service:
+            least_s = ServerLimits.drain_s + listen.ANSWER_S + 10  # and the end of the processes
+            assert int(service["stop_grace_period"].removesuffix("s")) >= least_s, name
             assert service["build"]["target"] in stages((ROOT / "Dockerfile").read_text()), name
             assert "no-new-privileges:true" in service["security_opt"] and service["cap_drop"] == ["ALL"], (
                 name

@@ -107,6 +107,10 @@ def test_neutral_values_and_nulls_are_accepted(ask) -> None:
         ("max_token", 5, "did you mean max_tokens?"),
         ("no_such_thing", 1, "known: "),
         ("max_tokens", 0, "max_tokens is 0"),
+        ("logit_bias", {"304": 1}, "304 is not in 0"),
+        ("stop_token_ids", [304], "304 is not in 0"),
+        ("guided_json", True, "Expected `object | null`"),
+        ("guided_json", [], "Expected `object | null`"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(ask, field: str, value: object, said: str) -> None:
@@ -116,6 +120,29 @@ def test_what_is_not_done_is_refused_by_name(ask, field: str, value: object, sai
         )
         error = answer.json()["error"]
         assert answer.status_code == 400 and said in error["message"] and error["param"] == field
+
+    ask(body)
+
+
+def test_eight_problems_of_a_body_are_told(ask) -> None:
+    async def body(found) -> None:
+        wrong = dict.fromkeys(
+            ("top_p", "top_k", "min_p", "seed", "n", "stop", "stream", "echo", "logprobs"), "a"
+        )
+        answer = await found.client.post("/v1/completions", json={"model": "gpt", "temperature": "b"} | wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].count("; ") == 7
+
+    ask(body)
+
+
+def test_the_last_seed_is_followed_by_the_first(ask) -> None:
+    """Answers of one request have seeds one apart; the largest that may be given has one behind it too."""
+
+    async def body(found) -> None:
+        drawn = {"prompt": "x", "temperature": 1.5, "max_tokens": 6}
+        _, second = (await found.complete(seed=2**63 - 1, n=2, **drawn))["choices"]
+        (first,) = (await found.complete(seed=0, **drawn))["choices"]
+        assert second["token_ids"] == first["token_ids"]
 
     ask(body)
 

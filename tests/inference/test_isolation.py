@@ -119,6 +119,42 @@ def test_an_encoder_that_breaks_on_one_text_reads_the_others(
     in_thread.run_with(monkeypatch, [f"bert={bert_onnx}"], body)
 
 
+def test_a_grammar_at_its_limits_is_an_error_and_no_answer() -> None:
+    """What came before would look complete: the matcher says that it has stopped then, too."""
+    from throughline.core.errors import Failed
+    from throughline.inference.serving.generation import Guide
+
+    class Full:
+        def consume_token(self, token_id: int) -> bool:
+            return False
+
+        def is_error(self) -> bool:
+            return True
+
+        def is_stopped(self) -> bool:
+            return True
+
+    with pytest.raises(Failed, match="too large to follow"):
+        Guide(Full(), 9).accept(1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_keys_share_beginnings_when_they_may(
+    shared: bool, gpt_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(found: Any) -> None:
+        told = []
+        for key in ("one", "two"):
+            request = {"prompt": [*range(20, 60)], "max_tokens": 1}
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = await found.client.post("/v1/completions", json=request, headers=headers)
+            told.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert told == [0, 39 if shared else 0]
+
+    limits = {"keys": ("one", "two"), "share_prefixes": shared}
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, **limits)
+
+
 def test_prefixes_are_known_to_their_own_tenant(backend: Any) -> None:
     prompt = np.arange(1, 60)
     batch = SlotBatch(backend, lambda ids: "", 4)
