@@ -69,12 +69,12 @@ class Plain(nn.Module):
         return F.cross_entropy(F.linear(self.norm(x), self.tokens.weight).flatten(0, 1), targets.flatten())
 
 
-def loop(model: nn.Module, loss: Loss, device: torch.device) -> Callable[[], None]:
-    """A step as a script would have it: bf16 autocast, clipping, fused AdamW."""
+def loop(model: nn.Module, loss: Loss, device: torch.device, precision: str = "bf16") -> Callable[[], None]:
+    """A step as a script would have it: bf16 by autocast, or fp32; clipping, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             value = loss()
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -61,18 +61,23 @@ def draw(parameters: list[torch.Tensor]) -> None:
 
 
 def whole_step(
-    config: GPTConfig | BERTConfig, rows: int, micro_rows: int, length: int, device: torch.device
+    config: GPTConfig | BERTConfig,
+    rows: int,
+    micro_rows: int,
+    length: int,
+    device: torch.device,
+    precision: str = "bf16",
 ) -> Callable[[], None]:
     """A training step on fixed rows."""
     family = family_of(config)
     mesh, compiling = Mesh(Layout(), device), "on" if device.type == "cuda" else "off"
-    engine = Engine(config, mesh, "bf16", compiling=compiling)
+    engine = Engine(config, mesh, precision, compiling=compiling)
     draw([local.value for local in engine.local_shards])
     engine.publish()
     optimizer = torch.optim.AdamW(
         [{"params": [value for _, value in engine.named_parameters()], "base_lr": 1e-4}], lr=1e-4, fused=True
     )
-    trainer = Trainer(engine, optimizer, LossScaler.of("bf16"), "bf16", 1.0)
+    trainer = Trainer(engine, optimizer, LossScaler.of(precision), precision, 1.0)
     batch = prepare(made_rows(config, rows, length), family, micro_rows, device, MASKED)
     return lambda: check(train_step(trainer, batch, 1.0).skipped)
 

@@ -1,8 +1,8 @@
 """Training speed of a model with 8 experts, 2 for a token, against transformers' Mixtral of the same shape, and against
-our dense model of as many active parameters; bf16, one process.
+our dense model of as many active parameters; one process, in bf16, on a processor without bf16 products in fp32.
 
 python benchmarks/moe.py [--quick] [--device cpu|cuda]. Mixtral takes part in the faster of its two implementations of
-experts (a loop, and torch's grouped products), eager, in bf16 autocast with fused AdamW.
+experts (a loop, and torch's grouped products), eager, in bf16 by autocast, with fused AdamW.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import torch
 from common import claim, finish, paired, parser
 from gpu import loop
 from gpu_scale import made_rows, seconds, whole_step
+from throughline.core.hardware import machine
 from throughline.models.config import GPTConfig
 
 SHAPES = {  # rows and tokens of a step, and the model
@@ -32,7 +33,7 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")
 
 
 def mixtral_step(
-    config: GPTConfig, rows: int, length: int, device: torch.device, how: str
+    config: GPTConfig, rows: int, length: int, device: torch.device, precision: str, how: str
 ) -> Callable[[], None]:
     """A step of transformers."""
     import transformers
@@ -53,7 +54,7 @@ def mixtral_step(
     model = transformers.MixtralForCausalLM(shape).train()
     model.to(device)
     ids = torch.from_numpy(made_rows(config, rows, length)["input_ids"]).to(device)
-    return loop(model, lambda: model(input_ids=ids, labels=ids).loss, device)
+    return loop(model, lambda: model(input_ids=ids, labels=ids).loss, device, precision)
 
 
 def main() -> int:
@@ -70,8 +71,10 @@ def main() -> int:
     def rate(step: Callable[[], None]) -> float:
         return rows * length / statistics.median(seconds(step, device, repeats))
 
-    ours, plain = (whole_step(model, rows, rows, length, device) for model in (config, dense))
-    theirs = {how: mixtral_step(config, rows, length, device, how) for how in IMPLEMENTATIONS}
+    on_cpu = device.type == "cpu" and "bf16" not in machine().cpu.dtypes
+    batch = rows, length, device, "fp32" if on_cpu else "bf16"
+    ours, plain = (whole_step(model, rows, *batch) for model in (config, dense))
+    theirs = {how: mixtral_step(config, *batch, how) for how in IMPLEMENTATIONS}
     best = max(theirs, key=lambda how: rate(theirs[how]))
     claims = []
     for name, goal, peer, step in (
@@ -81,7 +84,7 @@ def main() -> int:
         measured = paired(lambda: rate(ours), lambda step=step: rate(step), pairs)
         claims.append(claim(name, *measured, peer=peer, unit="tokens/s", better="higher", goal=goal))
     facts = {"parameters": config.parameter_count(), "active": config.active_parameter_count()}
-    facts |= {"dense": dense.parameter_count(), "rows": rows, "length": length}
+    facts |= {"dense": dense.parameter_count(), "rows": rows, "length": length, "precision": batch[3]}
     finish("moe", claims, packages=["transformers"], facts=facts)
     return 0
 

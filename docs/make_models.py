@@ -1,15 +1,21 @@
 """The page of the model families, docs/models.md: what opens, and what can be done with it, asked of the program."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 from throughline.core.errors import Refused
-from throughline.inference.exports.gguf_export import LACKING, architecture_of
+from throughline.inference.exports.gguf_export import LACKING, architecture_of, uncut
+from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.onnx_blocks import refuse_unknown
 from throughline.models.config import ModelConfig, preset
 from throughline.models.families import families
+from throughline.models.huggingface_config import family_of_shape
+from throughline.planner.cost import step_seconds
+from throughline.planner.hardware import find_cluster
 from throughline.planner.layout import Layout, layout_problems
+from throughline.planner.work import Layouts, Work, find_software
 
 SHOWN = {  # a model of each family, of its own proportions
     "gpt2": "gpt2-124m",
@@ -77,9 +83,10 @@ each was read, and `unsourced` where no copy was found (Pythia 160M, whose sizes
 """
 TAIL = """
 What the columns say: *tensor*, *context*: the layouts with these axes, proven equal to one process by rows of `tests/layouts.toml` and refused by name
-where not; data, sharded and pipeline processes go with every family. *ONNX* is also what TensorRT, OpenVINO and Triton get. A `no` is a refusal by name
+where not; data, sharded and pipeline processes go with every family. *ONNX* is also what OpenVINO and Triton get. A `no` is a refusal by name
 before anything is computed; torch trains, evaluates, generates and serves every family. Of encoders *serve, eval* is embedding, reranking and masked
-words. A decoder whose directory has the `modules.json` of sentence-transformers (Qwen3-Embedding, E5-Mistral) embeds in the place of generating:
+words. One of each family goes all of these ways in `tests/inference/test_families.py`, greedy text the same from torch, from the graph and from the directory that is written back.
+llama.cpp has no windows of Mistral, Phi-3 and StarCoder 2: their GGUF says that it takes texts of a window's length, which nothing cuts. A decoder whose directory has the `modules.json` of sentence-transformers (Qwen3-Embedding, E5-Mistral) embeds in the place of generating:
 `embed` and `serve` put around a text what its tokenizer does, pool by the last token or the mean, and take prompts by name. DeBERTa is refused: its attention adds products of contents and
 distances, which no kernel here has. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys, soft caps, sinks
 and ALiBi's dense masks as free.
@@ -157,21 +164,20 @@ def models_page() -> str:
     """The page as text."""
     lines = [
         HEAD,
-        "| `model_type` | models | read and written | train | tensor | context | ONNX | GGUF | serve, eval |",
+        "| `model_type` | models | read and written | train, serve, eval | tensor | context | ONNX | TensorRT | GGUF | planned |",
     ]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    lines += ["|---" * 10 + "|"]
     for kind, family in families().items():
         config = preset(SHOWN[kind]) if kind in SHOWN else preset(**OTHERS[kind])
         cells = [
-            "yes",
+            _known(lambda config=config: family_of_shape(config)),
             "yes",
             _layout(config, Layout(tensor=_parts(config))),
             _layout(config, Layout(context=2)),
             _known(lambda config=config: refuse_unknown(config)),
-            f"no: {LACKING[kind]}"
-            if kind in LACKING
-            else _known(lambda config=config: architecture_of(config)),
-            "yes",
+            _known(lambda config=config: refuse_unknown(config, GraphOptions("tensorrt", "fp16"))),
+            _gguf(kind, config),
+            _planned(config),
         ]
         lines.append(f"| `{kind}` | {family.models} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n" + TAIL
@@ -189,6 +195,22 @@ def _parts(config: ModelConfig) -> int:
 def _layout(config: ModelConfig, layout: Layout) -> str:
     problems = layout_problems(layout, dataclasses.replace(config, dropout=0.0), 64, 4, 4)
     return "no: " + problems[0].text if problems else "yes"
+
+
+def _gguf(kind: str, config: ModelConfig) -> str:
+    short = uncut(config)
+    if kind in LACKING:
+        return f"no: {LACKING[kind]}"
+    found = _known(lambda: architecture_of(short))
+    return found if short == config or found != "yes" else "of texts within the window"
+
+
+def _planned(config: ModelConfig) -> str:
+    """A step of 64 rows on eight H100, sharded."""
+    layouts, cluster = Layouts(data=8, sharding=3), find_cluster("h100-80gb")
+    length = min(config.sequence_length, 4096)
+    seconds = step_seconds(Work(config, 64, length), layouts, cluster, find_software("throughline", "bf16"))
+    return "yes" if 0 < seconds < math.inf else "no"
 
 
 def _known(ask: Callable[[], object]) -> str:

@@ -283,7 +283,8 @@ def engine_facts(
         why = f"products with inputs of type {dict(types)}, all should be {wanted}"
         fix = "build with another version of TensorRT, or export with another --precision"
         raise Refused("the engine does not multiply in the precision of the graph", why=why, fix=fix)
-    if fused < config.layers and whole:
+    fusable = 0 if getattr(config, "attention_softcap", 0) else config.layers  # a tanh stands between
+    if fused < fusable and whole:
         why = f"{fused} fused attention kernels for {config.layers} layers"
         fix = "build with the version of TensorRT that pyproject.toml names"
         raise Refused("attention was not fused", why=why, fix=fix)
@@ -291,6 +292,6 @@ def engine_facts(
     return {
         "kernels": len(kernels) // profiles,
         "kernels_per_layer": max(per_block[layer] for layer in inner) / profiles,
-        "fused_attention": fused if fused >= config.layers else "not known",
+        "fused_attention": fused if fused >= fusable else "not known",
         "product_types": dict(types) or "not known",
     }

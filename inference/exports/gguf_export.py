@@ -97,7 +97,11 @@ GROUPS = {"router_groups": "expert_group_count", "router_groups_per_token": "exp
 def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
     """A GGUF file. Raises Refused for a shape that llama.cpp does not compute and for what is beyond its bound."""
     opened, file = export.opened, export.folder / "model.gguf"
-    config, described = opened.model.config, description(opened.model)
+    if (config := uncut(opened.model.config)) != opened.model.config:
+        said = f"llama.cpp has no windows of this family: the file takes texts of {config.sequence_length:,} tokens"
+        warn(f"{said}, of which a window of as many cuts none")
+        opened.model.config = config
+    described = description(opened.model)
     write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)
     write_json(export.folder / "model.json", described)
     copy_tokenizer(opened, export.folder)
@@ -120,6 +124,20 @@ def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
     # near ties of a router fall either way: the divergence judges
     bounds = replace(BOUNDS[precision], error=1.0) if getattr(config, "experts", 0) else BOUNDS[precision]
     judge(export, reference, backend, bounds, "llama.cpp", cases)
+
+
+def uncut(config: ModelConfig) -> ModelConfig:
+    """For texts that are not longer than windows, where llama.cpp has none of the family."""
+    kind, pattern = family_of_shape(config), config.attention_pattern
+    told = TOLD.get(WRITTEN.get(kind, ""), ())
+    if pattern is None or not pattern.is_band or "attention_window" in told or config.positions != "rotary":
+        return config
+    letters = config.layer_pattern.replace("l", "g")
+    changed: dict[str, Any] = {"attention_window": 0, "layer_pattern": letters if "n" in letters else ""}
+    changed["huggingface"] = kind
+    if config.rope_scaling in ("yarn", "llama3"):
+        changed["rope_original_length"] = config.rope_original_length or config.sequence_length
+    return replace(config, sequence_length=min(pattern.window, config.sequence_length), **changed)
 
 
 def architecture_of(config: ModelConfig) -> str:

@@ -16,7 +16,7 @@ from ...models.config import GPTConfig
 from ...models.families import refuse_beyond
 from ...models.rotary import rotary_table
 from ...models.transformer import TransformerConfig
-from .graph_options import GraphOptions
+from .graph_options import PLAIN, GraphOptions
 from .onnx_writer import CONTRIB, Graph, int8_by_output
 
 # query, key, value (batch, heads, sequence, head) -> the same shape; `Blocks.grouped`: (batch, sequence, heads x head)
@@ -33,13 +33,19 @@ router_scale balance_bias balance_rate balance_loss router_z_loss expert_capacit
 """
 
 
-def refuse_unknown(config: TransformerConfig) -> None:
-    """Raise Refused, by name, for a model with something that the graphs do not have."""
+def refuse_unknown(config: TransformerConfig, options: GraphOptions = PLAIN) -> None:
+    """Raise Refused, by name, for a model with something that such graphs do not have."""
     refuse_beyond(config, KNOWN.split(), "an ONNX graph")
     if config.attention_pattern is not None and not config.attention_pattern.is_band:
         what = "a model with an attention pattern beyond a sliding window has no ONNX graph yet"
         fix = "evaluate, generate and serve it with the torch backend"
         raise Refused(what, where="attention_kind", fix=fix)
+    if isinstance(config, GPTConfig) and config.experts:
+        unlike = not config.gated or config.has_bias("mlp")
+        if unlike or options.precision in ("int8", "int4") or options.variant == "tensorrt":
+            what = "a graph has gated experts without biases, in fp32 and fp16, not for TensorRT"
+            fix = "--precision fp32, or generate and serve by torch"
+            raise Refused(what, where="model.experts", fix=fix)
 
 
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
@@ -53,14 +59,7 @@ class Blocks:
     """Writes parts of a model into a graph; `x` is always (batch, sequence, width)."""
 
     def __init__(self, model: nn.Module, config: TransformerConfig, options: GraphOptions) -> None:
-        refuse_unknown(config)
-        if isinstance(config, GPTConfig) and config.experts:
-            unlike = not config.gated or config.has_bias("mlp")
-            if unlike or options.precision in ("int8", "int4") or options.variant == "tensorrt":
-                what = "a graph has gated experts without biases, in fp32 and fp16, not for TensorRT"
-                raise Refused(
-                    what, where="model.experts", fix="--precision fp32, or generate and serve by torch"
-                )
+        refuse_unknown(config, options)
         self.config, self.options = config, options
         self.graph = Graph(options)
         self.state = {name: x.detach().float().cpu().numpy() for name, x in model.state_dict().items()}

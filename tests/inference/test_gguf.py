@@ -16,7 +16,7 @@ from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.exports.export import Judging
-from throughline.inference.exports.gguf_export import architecture_of, export_gguf
+from throughline.inference.exports.gguf_export import architecture_of, export_gguf, uncut
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.serving.slots import SlotBatch, answer
 from throughline.models.config import BERTConfig, GPTConfig
@@ -89,6 +89,15 @@ FAMILIES |= {
     "deepseek2": LATENT | {"q_latent": 32},
     "deepseek2-groups": LATENT | {"router_groups": 4, "router_groups_per_token": 2},
 }
+WINDOW = {"attention_window": 24}
+FAMILIES |= {
+    "llama-window": WINDOW,
+    "phi3-window": WINDOW | {"huggingface": "phi3"},
+    "starcoder2-window": FAMILIES["starcoder2"] | WINDOW,
+    "qwen2-window": WINDOW
+    | {"linear_bias": "qkv", "layer_pattern": "gl", "rope_scaling": "yarn", "rope_factor": 4.0}
+    | {"rope_high": 32.0},
+}
 SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields in FAMILIES.items()}
 
 
@@ -102,7 +111,7 @@ SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields
 def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_path: Path) -> None:
     model = opinionated_model(SHAPES[name])
     named = {"llama3": "llama", "mixtral": "llama", "gptj": "phi2"}.get(name, name.partition("-")[0])
-    assert architecture_of(model.config) == named
+    assert architecture_of(uncut(model.config)) == named
     fields, state = to_huggingface(model)
     (tmp_path / "model").mkdir()
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model/model.safetensors")
@@ -110,6 +119,8 @@ def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_p
     report = export_gguf(
         tmp_path / "model", tmp_path / "gguf", precision, judging=QUIET
     )  # raises above its bound
+    described = json.loads((tmp_path / "gguf" / "model.json").read_text())["config"]
+    assert described["sequence_length"] == (24 if name.endswith("window") else 64)
     if name == "bert":
         assert report["outputs"].keys() == {"last_hidden_state", "sentence_embedding"}
     else:  # a wrong order of rows or positions costs whole nats
@@ -154,7 +165,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
         architecture_of(dataclasses.replace(SHAPES["gpt2"], activation="gelu"))
     for fields, said in (
         ({"rope_scaling": "dynamic", "rope_factor": 2.0}, "otherwise"),
-        ({"attention_window": 8}, "llama otherwise"),
+        ({"attention_window": 8, "attention_kind": "fixed"}, "no Hugging Face layout"),
         ({"layer_pattern": "gn"}, "smollm3 otherwise"),
         (GEMMA | {"layers": 3, "layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
         ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),

@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from test_families import DECODERS, ENCODERS
 from throughline.inference.exports.export_engine import (
     Profile,
     build_engine,
@@ -62,6 +63,31 @@ def test_grouped_queries_are_fused(tmp_path: Path) -> None:
     config = dataclasses.replace(GPT, layers=2, kv_heads=4, tied=False, **llama)
     facts, _ = compiled(config, "fp16", DECODE, tmp_path)
     assert facts["fused_attention"] == 2 and facts["kernels_per_layer"] <= 12
+
+
+DENSE = {kind: fields for kind, fields in DECODERS.items() if not {"experts", "kv_latent"} & fields.keys()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*DENSE, *ENCODERS])
+def test_every_dense_family_compiles_for_a_t4(kind: str, tmp_path: Path) -> None:
+    """Two layers of a family, wide enough for products that are kernels of their own."""
+    fields = DENSE.get(kind) or ENCODERS[kind]
+    wide = {
+        "vocab_size": 512,
+        "sequence_length": 512,
+        "width": 768,
+        "heads": 12,
+        "mlp_width": 2048,
+        "layers": 2,
+    }
+    wide |= {"head_width": 64} if "head_width" in fields else {}
+    wide |= {"query_scalar": 64} if "query_scalar" in fields else {}
+    wide |= {"rope_width": 16} if "rope_width" in fields else {}
+    family, profile = (GPTConfig, DECODE) if kind in DENSE else (BERTConfig, ENCODE)
+    facts, _ = compiled(family.from_dict(fields | wide), "fp16", profile, tmp_path)
+    assert set(facts["product_types"]) == {"Half"} and facts["kernels_per_layer"] <= 18
+    assert facts["fused_attention"] == (0 if kind == "gemma2" else 2)  # scores with a cap are two products
 
 
 def test_an_engine_is_an_artifact(bert_dir: Path, tmp_path: Path) -> None:
