@@ -119,7 +119,8 @@ class CausalScorer(BatchedScorer):
         """Greedy text by the server's batching; contexts are cut on the left to leave room for the answer."""
         room = self.room(max_tokens)
         prompts = [(self.bos + ids)[-room:] or (self.prefix,) for ids in self.tokenize(contexts)]
-        yield from self.written(prompts, until, max_tokens)
+        ends = self.chat.ends if self.chat else ()  # of the model's turn
+        yield from self.written(prompts, [*ends, *until], max_tokens)
 
     def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
         """Greedy text after prompts that leave room for it."""

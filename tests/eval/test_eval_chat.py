@@ -10,6 +10,7 @@ import small
 from throughline.core.errors import WrongUse
 from throughline.data.records import Record
 from throughline.eval.asked import Asked, Settings
+from throughline.eval.items import chat_text
 from throughline.eval.opening import ScorerOptions, open_scorer
 from throughline.eval.runner import evaluate
 from throughline.eval.task import BoundTask, find_tasks
@@ -102,6 +103,18 @@ def test_chats_equal_the_harness(
                     continue
                 found = [packed[0] for packed in sample["answers"][0]]
                 assert found == pytest.approx([one[0][0] for one in wanted], abs=1e-3), name
+
+
+def test_an_answer_ends_where_the_turn_does(chat_model: Path) -> None:
+    """As in a chat of the server: some families end a turn with a token that is not the tokenizer's end of text."""
+    (chat_model / "chat_template.jinja").write_text(TURNS)
+    scorer = open_scorer(chat_model, ScorerOptions(apply_chat_template=True)).scorer
+    assert "<|im_end|>" in scorer.chat.ends
+    prompt, answers = chat_text(scorer.chat, [("user", "Who goes there?")]), []
+    for ends in ((), None):
+        scorer.chat.ends = (answers[0][3:6],) if ends is None else ends
+        answers += [text for batch in scorer.generate([prompt], (), 12) for _, text in batch]
+    assert answers[1] == answers[0][: answers[0].index(answers[0][3:6])] != answers[0]
 
 
 @pytest.mark.parametrize("multiturn", [True, False])
