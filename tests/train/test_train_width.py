@@ -41,6 +41,29 @@ def test_a_wider_model_moves_as_far(make_plan: Callable[..., RunPlan]) -> None:
     assert change(make_plan, 512, 0) / base > 3
 
 
+def test_rates_decays_and_first_values_are_those_of_the_table(make_plan: Callable[..., RunPlan]) -> None:
+    """Yang et al. 2022, table 3, of twice the base width: AdamW's rate of hidden matrices and of the output is halved,
+    and the variance of their first values, the output's twice; what decays in a step stays, as does all else.
+    """
+    model = {"overrides": {"layers": 2, "width": 64, "heads": 4, "tied": False}}
+    trainers = [build_trainer(make_plan(model=model | {"base_width": base})) for base in (0, 32)]
+    values = [{local.name: local.value for local in one.engine.local_shards} for one in trainers]
+    groups = [{p: g for g in one.optimizer.param_groups for p in g["params"]} for one in trainers]
+    for name, value in values[0].items():
+        output, hidden = name == "output.weight", name.startswith("blocks.") and value.dim() > 1
+        share, usual, scaled = (
+            (0.5 if output or hidden else 1.0),
+            groups[0][value],
+            groups[1][values[1][name]],
+        )
+        torch.testing.assert_close(
+            values[1][name], value * (share if output else share**0.5), rtol=1e-6, atol=0
+        )
+        assert scaled["base_lr"] == share * usual["base_lr"], name
+        assert scaled["base_lr"] * scaled["weight_decay"] == usual["base_lr"] * usual["weight_decay"], name
+        assert usual["weight_decay"] > 0 or not hidden
+
+
 @pytest.mark.parametrize(
     "sections",
     [
