@@ -89,10 +89,8 @@ class Ranks:
             self._until_heard()
             dist.destroy_process_group()
         elif said := _loss(error):
-            where, why = (
-                f"process {self.mesh.rank} of {self.mesh.world.size}",
-                "\n".join([said, *self.behind]),
-            )
+            where = f"process {self.mesh.rank} of {self.mesh.world.size}"
+            why = "\n".join([said, *self.behind])
             fix = "the first process that failed says why; the same command goes on from the last checkpoint"
             what = "the processes of the run no longer work together"
             raise Lost(what, where=where, why=why, fix=fix) from error
