@@ -221,12 +221,14 @@ def test_half_precision_weights_stay_so(gpt_dir: Path) -> None:
     assert backend.step([Span(0, 0, np.arange(4), 1)], cache).dtype == np.float32
 
 
-@pytest.mark.parametrize("kind", ["sliding", "fixed"])
-def test_a_pattern_is_kept_in_a_step_of_many(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "sinks"), [("sliding", False), ("sliding", True), ("fixed", False)])
+def test_a_pattern_is_kept_in_a_step_of_many(kind: str, sinks: bool) -> None:
     """Parts of prompts and single tokens together, of a model with windows in every second layer: as read whole."""
     window = {"attention_window": 8, "attention_kind": kind, "attention_block": 4, "layer_pattern": "lg"}
     model = opinionated_model(
-        GPTConfig(vocab_size=97, sequence_length=64, layers=3, width=32, heads=4, **window)
+        GPTConfig(
+            vocab_size=97, sequence_length=64, layers=3, width=32, heads=4, attention_sinks=sinks, **window
+        )
     )
     backend, rng = TorchCausal(model), np.random.default_rng(0)
     texts = rng.integers(0, 97, (4, 40))
@@ -404,6 +406,39 @@ def test_good_guesses_save_steps() -> None:
     (deltas,) = run(SlotBatch(model, nothing, 1, speculate=8), Job(np.arange(7), 100))
     assert ids_of(deltas) == [i % 7 for i in range(100)]
     assert model.calls == 2 + math.ceil(98 / 9)
+
+
+class Sums:
+    """A model whose next token is the sum of all that its cache row holds."""
+
+    device, vocab_size, context, token_bytes, limits = "cpu", 11, 200, 0, ALL
+
+    def new_cache(self, rows: int) -> np.ndarray:
+        return np.zeros((rows, self.context), np.int64)
+
+    def step(self, spans: list[Span], cache: np.ndarray) -> np.ndarray:
+        sums = []
+        for span in spans:
+            end = span.past + len(span.ids)
+            cache[span.row, span.past : end] = span.ids
+            sums += cache[span.row, :end].cumsum()[end - span.asked :].tolist()
+        return np.eye(11, dtype=np.float32)[np.array(sums, np.int64) % 11]
+
+    def copy_row(self, cache: np.ndarray, source: int, target: int, tokens: int) -> None:
+        cache[target, :tokens] = cache[source, :tokens]
+
+    def free_row(self, cache: np.ndarray, row: int) -> None:
+        cache[row] = 0
+
+
+def test_a_draft_model_keeps_up_with_rows_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is right at all times, of answers that end one after another: no guess is wrong."""
+    monkeypatch.setattr(slots, "GUESSING_ROWS", 3)
+    jobs = [Job(np.arange(1, 2 + size), size) for size in (4, 30, 9, 50, 17, 2, 33)]
+    batch = SlotBatch(Sums(), nothing, 3, speculate=4, draft=Sums())
+    answers = [ids_of(deltas) for deltas in run(batch, *jobs)]
+    assert answers == [ids_of(deltas) for deltas in run(SlotBatch(Sums(), nothing, 3), *jobs)]
+    assert batch.right == batch.guessed > 80
 
 
 def test_a_guess_is_what_came_after_the_longest_known_end() -> None:

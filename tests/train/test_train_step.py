@@ -12,6 +12,7 @@ from throughline.core import console
 from throughline.core.errors import WrongUse
 from throughline.core.hardware import machine
 from throughline.models.attention_cuda import CAPABILITIES
+from throughline.models.experts import RoutedFeedForward, Routing
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.objective import StepBatch
@@ -19,6 +20,7 @@ from throughline.train.optimizers.averages import averaged
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler, pick_device
 from throughline.train.recipes.recipe import Recipe
+from throughline.train.stage import ROUTER_FIGURES
 from throughline.train.step import Trainer, launch_step, train_step
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -365,3 +367,22 @@ def test_small_updates_reach_the_masters(make_plan: Callable[..., RunPlan], prec
     for local in trainer.engine.local_shards:
         assert not torch.equal(local.value, before[local.name]), local.name
         assert torch.equal(local.computed, local.value.to(local.computed.dtype))
+
+
+def test_the_share_of_dropped_answers_is_told(
+    make_plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that were chosen in the step's micro-batches and layers, once each where a forward is repeated."""
+    model = {"layers": 2, "width": 32, "heads": 2, "bias": False, "experts": 4, "expert_capacity_factor": 1.0}
+    train = {"micro_batch_rows": 2, "recompute": "full"}
+    trainer, batch = setting(make_plan, model={"overrides": model}, train=train)
+    found, real = list[torch.Tensor](), RoutedFeedForward._dropped
+
+    def dropped(layer: RoutedFeedForward, routing: Routing) -> torch.Tensor:
+        found.append(real(layer, routing))
+        return found[-1]
+
+    monkeypatch.setattr(RoutedFeedForward, "_dropped", dropped)
+    told = dict(zip(ROUTER_FIGURES, train_step(trainer, batch, 1.0).routers))["dropped_tokens"]
+    assert len(found) == 2 * 2 * 2, "layers, micro-batches, forwards"
+    assert told == pytest.approx(torch.stack(found).double().mean().item()) and told > 0.01
