@@ -18,7 +18,7 @@ from ..logs.target import reached
 from ..recipes.recipe import Recipe
 
 LATEST = "latest"  # a text file beside the checkpoints with the name of one
-# on resume; every layout and split into micro-batches trains the same model
+# on resume; every layout and split into micro-batches trains the same model, unless experts drop tokens of their own
 MAY_CHANGE = re.compile(
     r"train\.(steps|eval_|stop_after_skipped|micro_batch_rows|recompute|compile|offload|device|deterministic)"
     r"|(parallel|evaluation|checkpoint|log|target)\."

@@ -1,7 +1,7 @@
 """The training recipe: its sections, and what each field means. No torch here.
 
 Sizes carry their unit in the name. Every loss is divided by the count of targets of the whole batch, so
-`micro_batch_rows` changes memory and speed and not the result.
+`micro_batch_rows` changes memory and speed and not the result, unless experts drop tokens (`expert_capacity_factor`).
 """
 
 from typing import Annotated, Any, Literal
