@@ -38,19 +38,13 @@ SAID = {  # of a part of the report
 PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
 
 
-class Numbers(click.ParamType):
-    """The numbers of `1,8`."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        parts = value.split(",")
-        found = tuple(int(part) for part in parts if part.isdecimal())
-        if len(found) < len(parts) or any(later <= one for one, later in zip((0, *found), found)):
-            self.fail(
-                f"{value!r} is no list of numbers from 1 on that grow; write for example 1,8", param, ctx
-            )
-        return found
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of `1,8`, as a type of an option."""
+    parts = text.split(",")
+    found = tuple(int(part) for part in parts if part.isdecimal())
+    if len(found) < len(parts) or any(later <= one for one, later in zip((0, *found), found)):
+        raise click.BadParameter(f"{text!r} is no list of numbers from 1 on that grow; write for example 1,8")
+    return found
 
 
 @click.command()
@@ -103,9 +97,9 @@ class Numbers(click.ParamType):
     "Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
     "7.5",
 )
-@option("--batches", Numbers(), "Batch sizes that an engine is built for, separated by commas.", "1,8")
+@option("--batches", numbers, "Batch sizes that an engine is built for, separated by commas.", "1,8")
 @option(
-    "--lengths", Numbers(), "Lengths in tokens that an engine is built for, separated by commas.", "128,512"
+    "--lengths", numbers, "Lengths in tokens that an engine is built for, separated by commas.", "128,512"
 )
 @option("--timing-cache", PATH, "File of TensorRT's kernel timings, read and written.")
 @option("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`.")

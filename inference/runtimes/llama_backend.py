@@ -259,20 +259,24 @@ def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
         for name, role in roles.items()
         if (key := f"tokenizer.ggml.{name}_token_id") in given
     }
-    (folder / CONFIG).write_text(json.dumps(named))
+    chat = {"chat_template": given.get("tokenizer.chat_template")}
+    (folder / CONFIG).write_text(json.dumps(named | chat))
     return folder / FILE
 
 
 def _rebuilt(given: dict[str, Any], kind: str) -> Any:
     """GPT-2's byte-level BPE, or BERT's WordPiece in lower case, as llama.cpp reads it."""
     from gguf import TokenType
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     texts, kinds = list(given["tokenizer.ggml.tokens"]), given.get("tokenizer.ggml.token_type", [])
     kinds = [*kinds, *[TokenType.NORMAL] * (len(texts) - len(kinds))]
     while texts and kinds[len(texts) - 1] == TokenType.UNUSED:  # padding
         texts.pop()
-    control = [text for text, what in zip(texts, kinds) if what == TokenType.CONTROL]
+    control, added = (
+        [text for text, kind in zip(texts, kinds) if kind == which]
+        for which in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    )
     if kind == "gpt2":
         merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, merges))
@@ -287,4 +291,5 @@ def _rebuilt(given: dict[str, Any], kind: str) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     return tokenizer

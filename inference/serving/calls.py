@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -107,6 +107,8 @@ class Server:
                         raise later(503, "the bodies of other requests fill the memory for them", 1)
                     self.held += counted
                     watch.held += counted
+        except ClientDisconnect:
+            raise HTTPException(499, "the client went away") from None
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {limits.body_s:g} s") from None
         watch.body_read = True

@@ -32,7 +32,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
 HEADER_S = 15.0  # for a client to send the head of a request
 HEAD_BYTES = 1 << 16  # of the head of a request; what comes in pieces counts twice
-LINE_BYTES = 128  # that each of its lines takes besides
+LINE_BYTES = 512  # that each of its lines counts besides
+PIECE_BYTES = (
+    64  # of a body: what its smaller pieces lack of it is bounded, for each costs as much as a large one
+)
+LACKING_BYTES = 1 << 18
 PIPELINED = 16  # requests that may come before the first of them is answered
 CONNECTIONS, OWN_FILES = 4096, 64
 BACKLOG = 1024  # connections that one turn of the loop takes up, some 50 us each
@@ -90,7 +94,7 @@ class DeadlineProtocol(HttpToolsProtocol):
     most: ClassVar[int] = CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None  # for the head of a request, then for its body
     _unread: asyncio.TimerHandle | None = None  # for the client to read what fills the buffers
-    _head_bytes, _in_head = 0, False
+    _head_bytes, _in_head, _lacking = 0, False, 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -124,8 +128,14 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._expect(BODY_S)
-        self._in_head = False
+        self._in_head, self._lacking = False, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._lacking = max(0, self._lacking + PIECE_BYTES - len(body))
+        if self._lacking > LACKING_BYTES:
+            raise ValueError
 
     def on_message_complete(self) -> None:
         self._expect(None)

@@ -274,11 +274,15 @@ def test_idle_and_slow_connections_leave_room(server: Any, bounds: Any) -> None:
     assert 1000 * share < bounds.health_ms
 
 
-@pytest.mark.parametrize("sent", ["requests", "lines"])
-def test_heads_hold_up_nobody(server: Any, bounds: Any, sent: str) -> None:
-    """Clients that send thousands of requests without an answer, or heads of thousands of lines and no end."""
+@pytest.mark.parametrize("sent", ["requests", "lines", "pieces"])
+def test_parts_of_requests_hold_up_nobody(server: Any, bounds: Any, sent: str) -> None:
+    """Clients that send thousands of requests without an answer, of lines of a head, or of pieces of a body."""
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    data = head + b"aa:bb\r\n" * 9000 if sent == "lines" else (head + b"\r\n") * 10_000
+    data = {
+        "requests": (head + b"\r\n") * 10_000,
+        "lines": head + b"aa:bb\r\n" * 9000,
+        "pieces": head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 60_000,
+    }[sent]
     server.begin()
     held = [server.connect() for _ in range(1000 if sent == "lines" else 100)]
     for connection in held:

@@ -276,10 +276,14 @@ def test_bare_files_that_cannot_be_read(gpt_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_served_by_its_path(
-    gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    chat_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`throughline serve` of the artifact and of a file alone: the same answers."""
-    export_gguf(gpt_dir, tmp_path / "ours", "f32", judging=QUIET)
+    """`throughline serve` of the artifact and of a file alone: the same answers, of conversations too."""
+    described = json.loads((chat_dir / "tokenizer.json").read_text())
+    known = described["added_tokens"][-1] | {"id": 302, "content": "</think>", "special": False}
+    described["added_tokens"].append(known)
+    (chat_dir / "tokenizer.json").write_text(json.dumps(described))
+    export_gguf(chat_dir, tmp_path / "ours", "f32", judging=QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "ours" / "model.gguf").read_bytes())
 
     async def body(found) -> None:
@@ -287,6 +291,16 @@ def test_a_gguf_file_is_served_by_its_path(
             await found.complete(model=name, prompt="The quick", max_tokens=12) for name in ("ours", "alone")
         ]
         assert one["choices"] == other["choices"]
+        messages = [
+            {"role": "assistant", "content": "so</think>a"},
+            {"role": "user", "content": "The <|im_end|>"},
+        ]
+        asked = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        one, other = [
+            (await found.client.post("/v1/chat/completions", json=asked | {"model": name})).json()
+            for name in ("ours", "alone")
+        ]
+        assert one["choices"] == other["choices"] and one["usage"] == other["usage"]
         listed = (await found.client.get("/v1/models")).json()["data"]
         shown = {(model["backend"], model["dtype"], model["context"]) for model in listed}
         assert shown == {("llamacpp", "f32", 160)}

@@ -132,10 +132,35 @@ def test_the_head_of_a_request_and_their_number_are_bounded(address: tuple[str, 
             assert b"HTTP/1.1 400" in all_of(connection)
 
 
+def test_a_body_comes_in_pieces_worth_their_while(address: tuple[str, int]) -> None:
+    """Each piece costs a call of the parser: who sends single bytes is let go, who sends a kilobyte each is read."""
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(address) as connection:
+        connection.sendall(head + (b"400\r\n" + b" " * 1024 + b"\r\n") * 300 + b"0\r\n\r\n")
+        assert b"cannot be read" in all_of(connection)
+    with socket.create_connection(address) as connection, suppress(ConnectionError):  # reset: much is unread
+        connection.sendall(head + b"1\r\n \r\n" * 50_000)
+        assert b"Invalid HTTP" in all_of(connection)
+
+
+def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(in_thread) -> None:
+    from throughline.inference.serving.accounts import ServerLimits, Telemetry
+
+    telemetry = Telemetry()
+    with in_thread.on_a_port(build_app(Server(Catalogue([]), ServerLimits(), telemetry))) as address:
+        with socket.create_connection(address) as connection:
+            connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+        while b"throughline_requests_total{" not in (page := telemetry.page([])):
+            time.sleep(0.01)
+    assert b'endpoint="/v1/completions",status="499"' in page
+
+
 def test_few_requests_at_once_are_answered_in_turn(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * listen.PIPELINED)
-        assert all_of(connection).count(b"HTTP/1.1 200") == listen.PIPELINED
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        connection.sendall((head + b"\r\n") * listen.PIPELINED + head + b"Connection: close\r\n\r\n")
+        assert all_of(connection).count(b"HTTP/1.1 200") == listen.PIPELINED + 1
 
 
 @pytest.mark.parametrize(
