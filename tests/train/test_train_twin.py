@@ -58,6 +58,24 @@ def test_the_switches_of_the_model_stay() -> None:
     assert case.precision == "bf16"
 
 
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_what_a_run_adds_to_its_model_stays(axis: str) -> None:
+    """Averages, further tokens, and experts that drop tokens where a process has whole rows, as one process has."""
+    overrides = {"layers": 2, "width": 64, "heads": 8, "bias": False, "experts": 4, "predict_ahead": 1}
+    tree = {
+        "data": {"train": "tokens"},
+        "model": {"overrides": overrides | {"expert_capacity_factor": 1.25}},
+        "optimizer": {"ema_decay": 0.9},
+        "train": {"steps": 4, "sequence_length": 64, "batch_rows": 8},
+        "parallel": {axis: 2},
+    }
+    case, notes = twin(resolve(build_recipe(tree, Recipe, RULES)))
+    small = case.config
+    assert (case.ema_decay, small.predict_ahead, small.experts_per_token) == (0.9, 1, 2)
+    assert small.expert_capacity_factor == (1.25 if axis == "data" else 0.0)
+    assert any("no token is dropped" in note for note in notes) == (axis == "tensor")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [("parallel.data=2", "parallel.sharding=full"), ("parallel.tensor=2",)], ids="-".join
