@@ -9,7 +9,6 @@ import click
 
 from ..core import console
 from ..core.errors import Failed, WrongUse
-from ..models.config import preset
 from ..planner import report
 from ..planner.run import REPAIR_DAYS, RESTART_S, Run, run_facts
 from ..planner.search import Candidate, Search, fewest_chips, usual_worlds
@@ -46,7 +45,7 @@ def command() -> None:
 @option("--out", PATH, "Write the plan as an artifact: plan.html, JSON, CSV and a trace.")
 @throughline_command
 def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None, **options: Any) -> None:
-    """Rank the layouts of MODEL (a recipe or a preset) on a number of chips.
+    """Rank the layouts of MODEL (a recipe, a preset or a directory of weights) on a number of chips.
 
     \b
     Example:  throughline plan gpt-1t-deepspeed --gpus 800 --on v100-32gb --rows 2048
@@ -246,14 +245,14 @@ def validate(all_rows: bool, own: Path | None) -> None:
 @together(*ask.MACHINES)
 @throughline_command
 def serve(model: str, on: str, hardware: Path | None, price: float | None, **asked: Any) -> None:
-    """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
+    """Latency and throughput of MODEL (a preset or a directory of weights) in an engine, by batch; cost of a load.
 
     \b
     Example:  throughline plan serve bert-base --on t4 --length 128 --p99 10 --qps 2000
               throughline plan serve llama-70b --on dgx-h100 --length 2048 --new-tokens 256 --qps 20
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    facts = plan_service(preset(model), ask.priced_cluster(on, hardware, price), **given)
+    facts = plan_service(ask.named_shape(model), ask.priced_cluster(on, hardware, price), **given)
     console.result(facts, service_lines(model, facts))
 
 

@@ -13,13 +13,13 @@ from ..core.errors import Failed, WrongUse
 from ..core.recipe import build_recipe, dump_toml, load_recipe, parse_override, shipped_recipes
 from ..models.config import BERTConfig, ModelConfig, family_of, preset, preset_names
 from ..planner.hardware import Cluster, find_cluster, require_network, this_machine
-from ..planner.run import Ramp, Run, grid_intensity
+from ..planner.run import Ramp, Run, grid_intensity, run_facts
 from ..planner.search import Candidate, Found, Search, candidate_at, enumerate_layouts, find_or_offload
 from ..planner.traffic import with_compression
 from ..planner.work import AXES, OPTIMIZERS, PRECISIONS, RECOMPUTES, SHARDINGS, Work, find_software
 from ..train.recipes.new_recipe import usual_sections
 from ..train.recipes.recipe import Recipe
-from ..train.recipes.resolved import model_config, resolve
+from ..train.recipes.resolved import model_config, resolve, shape_of
 from ..train.recipes.rules import RULES
 from .common import flag, option, set_option
 
@@ -127,18 +127,25 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Searc
     return Search(work, cluster, software, gpus, read_fixed(options["fixed"])), recipe
 
 
+def named_shape(name: str, **fields: Any) -> ModelConfig:
+    """The shape of a preset or of the weights in a directory, with other `fields`. Raises WrongUse for unknown ones."""
+    if Path(name).is_dir() and (found := shape_of(name)):
+        return type(found).from_dict(found.to_dict() | fields)
+    return preset(name, **fields)
+
+
 def read_model(options: dict[str, Any]) -> tuple[ModelConfig, Recipe | None, int, int, str]:
-    """Config, recipe, length, rows and precision ("" where any will do) of a preset's name, or of a recipe."""
+    """Config, recipe, length, rows and precision ("" where any will do) of a preset, weights or a recipe."""
     name = options["model"]
-    if name in preset_names() and not (Path(name).is_file() or name in shipped_recipes()):
+    if Path(name).is_dir() or (name in {*preset_names()} - {*shipped_recipes()} and not Path(name).is_file()):
         fields = {}
         for item in options["overrides"]:
             key, value = parse_override(item)
             if not key.startswith("model.overrides."):
                 fix = "model.overrides.KEY=VALUE; every other field belongs to a recipe"
-                raise WrongUse(f"{name} is a preset and has no {key}", where="--set", fix=fix)
+                raise WrongUse(f"{name} is no recipe and has no {key}", where="--set", fix=fix)
             fields[key.removeprefix("model.overrides.")] = value
-        config = preset(name, **fields)
+        config = named_shape(name, **fields)
         return config, None, config.sequence_length, 512, ""
     loaded = load_recipe(name, Recipe, options["overrides"], RULES)
     recipe = resolve(loaded)
@@ -245,9 +252,15 @@ def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: 
         model = {"preset": options["model"], "family": family_of(work.config)}
         if work.length > work.config.sequence_length:
             model["overrides"] = {"sequence_length": work.length}
+        if Path(options["model"]).is_dir():
+            fix = f"throughline recipe new --from {options['model']}"
+            raise WrongUse("a recipe is planned of a preset or a recipe", where="--write-recipe", fix=fix)
         tree = usual_sections(work.config, work.rows, work.length, steps)
         tree |= {"data": {"train": "tokens", "validation_fraction": 0.001}, "model": model}
         tree["train"]["steps"] = steps
+        minutes = run_facts(search, best, make_run(options, None, steps * work.tokens))["save_every_minutes"]
+        saves = tree["checkpoint"]
+        saves["save_every_steps"] = min(saves["save_every_steps"], max(1, round(minutes * 60 / best.seconds)))
     else:
         tree = recipe.model_dump(mode="json", exclude_none=True)
         tree["train"].pop("batch_tokens", None)

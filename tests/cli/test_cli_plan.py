@@ -3,8 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
+from throughline.core.recipe import load_recipe
+from throughline.models.config import preset
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.rules import RULES
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -35,6 +40,29 @@ def test_writes_a_recipe_that_the_trainer_accepts(tmp_path: Path) -> None:
     assert recipe["schedule"]["warmup_steps"] > 0 and recipe["data"]["validation_fraction"] > 0
     assert recipe["optimizer"]["learning_rate"] == 2e-4, "Brown et al. 2020, table 2.1, 1.3 B"
     assert parallel["data"] * parallel["tensor"] * parallel["pipeline"] * parallel["context"] == 16
+
+
+def test_a_planned_recipe_saves_as_often_as_its_days_are_reckoned(tmp_path: Path) -> None:
+    file = tmp_path / "planned.toml"
+    words = ("llama-8b", "--gpus", "64", "--on", "h100-80gb", "--target-tokens", "2e11", "--json")
+    best = json.loads(run(*words, "--write-recipe", str(file)))["layouts"][0]
+    saves = load_recipe(str(file), Recipe, (), RULES).checkpoint.save_every_steps
+    assert saves * best["step_seconds"] == pytest.approx(60 * best["run"]["save_every_minutes"], rel=0.01)
+
+
+def test_weights_are_planned_by_their_shape(tmp_path: Path) -> None:
+    """As the preset of the same shape; a recipe of them is written by another command."""
+    (tmp_path / "model.json").write_text(
+        json.dumps({"family": "gpt", "config": preset("gpt2-355m").to_dict()})
+    )
+    train, serve = ("--gpus", "8", "--on", "a100-80gb", "--json"), ("--on", "t4", "--json")
+    assert (
+        json.loads(run(str(tmp_path), *train))["layouts"] == json.loads(run("gpt2-355m", *train))["layouts"]
+    )
+    rows = [json.loads(run("serve", name, *serve))["rows"] for name in (str(tmp_path), "gpt2-355m")]
+    assert rows[0] == rows[1]
+    told = run(str(tmp_path), *train, "--write-recipe", str(tmp_path / "r.toml"), code=2)
+    assert "recipe new --from" in told and not (tmp_path / "r.toml").exists()
 
 
 def test_plans_a_recipe_with_its_own_batch() -> None:
