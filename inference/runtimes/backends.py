@@ -45,10 +45,10 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         return fastest({name: partial(open_backend, path, own) for name, own in by_name.items()})
     kind = kind_of(path)
     if not kind:
-        from .torch_backend import run_module
-
         found = find_model(path)
         runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
+        from .torch_backend import run_module  # seconds, which a mistyped path does not wait for
+
         device = pick_device(options.device)
         opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
         loaded = run_module(*opened, replace(options, runtime=runtime), embeds(found.directory))
@@ -75,7 +75,8 @@ def open_text_model(path: Path | str, family: str, options: BackendOptions) -> t
     if family and (loaded.causal is None) == (family == "gpt"):
         reads = " that embeds, as its modules.json says" * (loaded.causal is None and loaded.family == "gpt")
         needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT, or a modules.json"
-        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}{reads}")
+        fix = f"`throughline {'embed' if loaded.causal is None else 'generate'}` and `serve` take it"
+        raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}{reads}", fix=fix)
     if loaded.tokenizer is None:
         raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
     return loaded, Tokenizer.load(loaded.tokenizer)

@@ -114,6 +114,7 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path: Path, files: dict[str, 
     [("Qwen/Qwen3-0.6B", True), ("bert-base-uncased", True), ("runs/my-gpt", False), ("/models/gpt2", False)],
 )
 def test_a_name_of_the_hub_is_answered_with_its_download(name: str, asked: bool) -> None:
-    with pytest.raises(WrongUse) as refused:
-        open_model(name)
-    assert (f"hf download {name} --local-dir" in refused.value.fix) == asked
+    for path in (name, Path(name).absolute()):  # as a recipe resolves the weights that it begins with
+        with pytest.raises(WrongUse) as refused:
+            open_model(path)
+        assert (f"hf download {name} --local-dir" in refused.value.fix) == asked

@@ -378,9 +378,11 @@ def test_a_field_that_no_tensor_shows_is_compared(
 
 
 def test_tokens_of_another_tokenizer_are_refused(
-    llama_dir: Path, gpt_store: Path, tmp_path: Path, make_plan
+    llama_dir: Path, tmp_path: Path, make_plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the same size, its letters exchanged; a file with the same tokens in another order is the same tokenizer."""
+    """Of the same size, its letters exchanged; a file with the same tokens in another order is the same tokenizer, and
+    weights without one are trained with a warning.
+    """
     tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     for name, entries in (
@@ -391,6 +393,10 @@ def test_tokens_of_another_tokenizer_are_refused(
         changed = tokenizer | {"model": tokenizer["model"] | {"vocab": entries}}
         (folder / "tokenizer.json").write_text(json.dumps(changed))
     make_plan(model={"init_from": str(tmp_path / "same"), "overrides": {}})
+    (tmp_path / "same" / "tokenizer.json").unlink()
+    assert "is not known" not in capsys.readouterr().err
+    make_plan(model={"init_from": str(tmp_path / "same"), "overrides": {}})
+    assert "whether it was trained on such tokens is not known" in capsys.readouterr().err
     with pytest.raises(Refused, match="trained with another tokenizer") as refused:
         make_plan(model={"init_from": str(tmp_path / "other"), "overrides": {}})
     assert "--tokenizer" in refused.value.fix

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.artifact import MANIFEST, is_artifact, verify_artifact
+from ...core.console import warn
 from ...core.errors import Failed, Refused, WrongUse
 from ...core.files import leaves
 from ...data.backends import difference
@@ -90,10 +91,10 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
 
 def check_tokens(tokens: Tokenizer, weights: Path | None, where: str) -> None:
     """Refuse tokens that are not those of the weights, whose tokenizer.json this is: the same text would be others."""
-    theirs = None if weights is None else Tokenizer.load(weights)
-    if theirs is None or theirs.fingerprint() == tokens.fingerprint():
-        return
-    if why := difference(theirs, tokens):
+    if weights is None:
+        return warn(f"no tokenizer.json beside {where}: whether it was trained on such tokens is not known")
+    theirs = Tokenizer.load(weights)
+    if theirs.fingerprint() != tokens.fingerprint() and (why := difference(theirs, tokens)):
         why = why.replace("the reference", "the tokens to train on")
         fix = f"tokenise the text again with --tokenizer {where}"
         raise Refused("the weights were trained with another tokenizer", where=weights, why=why, fix=fix)
