@@ -110,7 +110,7 @@ reproduce: $(VENV)/.installed-test
 		$(BIN)/python docs/make_reproductions.py && exit $$code
 
 # the commands of the book's pages, as a reader would give them
-WALKED := first-hour own-text own-search bert continue-gpt2 cluster planner proofs
+WALKED := README first-hour own-text own-search bert continue-gpt2 cluster options data layouts faults evaluation serving planner proofs
 walk: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/walk.py $(WALKED)
 

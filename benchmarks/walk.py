@@ -1,9 +1,10 @@
 """Run the commands of a page of the book, as a reader would: python benchmarks/walk.py PAGE... [--quick] [--into DIR]
 
 Every `sh` block of docs/PAGE.md, in order, in one shell that ends at the first failure. What the commands write goes
-into a scratch directory whose `recipes` is the repository's. A command that ends with `&` (a server) stays until the
-page ends. `--quick` trains a few steps where the page trains for minutes: what is shown is that the commands fit
-together. Blocks marked `sh there` are for another machine and are only parsed, by tests/cli/test_cli_docs.py.
+into a scratch directory whose `recipes` is the repository's. A server stays until the page ends, and the next command
+waits until it answers. A page that names `runs/first` comes after the README's road, which makes it. `--quick` trains a
+few steps where the page trains for minutes: what is shown is that the commands fit together. Blocks marked `sh there`
+are for another machine or files of one's own and are only parsed, by tests/cli/test_cli_docs.py.
 """
 
 import argparse
@@ -18,17 +19,38 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = {"train.steps=": 70, "train.epochs=": 1, "--limit ": 10}  # at most, above the recipes' warm-ups
+STEPS = 70  # above the recipes' warm-ups
+QUICK = {"train.steps=": STEPS, "train.epochs=": 1, "--limit ": 10}  # at most
+DRAINED_S = 20
+HERE = re.compile(r"^(?:make .*|\. \.venv/.*)\n", re.M)  # installed already
+SERVER = re.compile(r"^(throughline serve .*?)(?: &)?$", re.M)
+SHORT = r"train\.steps=|gpt-shakespeare-fast|--show-layout| > "  # trainings that need no shortening
+WHOLE = re.compile(rf"^(throughline (?:launch .*?)?train (?!.*(?:{SHORT})).*)$", re.M)
 PRELUDE = """set -e
 throughline() {{ {python} -m throughline.cli.main "$@"; }}
 python() {{ {python} "$@"; }}
+answers() {{
+  for i in $(seq 120); do kill -0 $!; curl -sf http://127.0.0.1:$1/ready > /dev/null && return; sleep 1; done; false
+}}
 """
+
+
+def waited_for(server: re.Match[str]) -> str:
+    """A server in the background, and its first answer."""
+    port = re.search(r"--port (\d+)", server[1])
+    return f"{server[1]} &\nanswers {port[1] if port else 8000}"
+
+
+def file_of(page: str) -> Path:
+    """README, or a page of the book."""
+    return ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
 
 
 def script(page: Path, quick: bool) -> str:
     """The page's commands as one shell script, each printed before it runs."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.S | re.M)
-    text = "\n".join(blocks)
+    text = SERVER.sub(waited_for, HERE.sub("", "\n".join(blocks).replace("\\\n", "")))
+    text = WHOLE.sub(rf"\1 --set train.steps={STEPS}", text) if quick else text
     for name, most in QUICK.items() if quick else ():
         text = re.sub(
             rf"(?<={re.escape(name)})\d+", lambda found, most=most: str(min(int(found[0]), most)), text
@@ -38,7 +60,9 @@ def script(page: Path, quick: bool) -> str:
 
 def walk(page: str, place: Path, quick: bool) -> float:
     """Seconds that the page took. Raises SystemExit with the command that failed."""
-    path = ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
+    path = file_of(page)
+    if "runs/first" in script(path, quick) and page != "README" and not (place / "runs/first").exists():
+        walk("README", place, quick)
     if not (place / "recipes").exists():
         (place / "recipes").symlink_to(ROOT / "recipes")
     start = time.monotonic()
@@ -55,6 +79,9 @@ def walk(page: str, place: Path, quick: bool) -> float:
     finally:
         with suppress(ProcessLookupError):  # nothing was left in the background
             os.killpg(shell.pid, signal.SIGTERM)
+            for _ in range(DRAINED_S):  # the next page's server takes the same port
+                os.killpg(shell.pid, 0)
+                time.sleep(1)
     if code:
         raise SystemExit(f"{path.name}: a command failed with exit code {code}")
     return time.monotonic() - start

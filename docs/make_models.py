@@ -129,14 +129,6 @@ It belongs to training: what opens a run to use it (evaluation, export, generati
 keep them, and so does a run that begins with them (`model.init_from`); one whose weights have none begins with new blocks. A directory of DeepSeek-V3 that has
 the layer after the last is read with it, of every other family none is written.
 
-## Fast recipes
-
-`gpt2-124m-fast` is GPT-2 124M as record 7 of the public speedrun trained it on eight H100: Muon, rotary positions, a norm of each query and key head
-(`qk_norm`), ReLU squared (`activation = "relu2"`), projections that begin as 0 (`model.zero_projections`), a rate that falls at the end alone. Reported are
-12.0 minutes to a loss of 3.28 on FineWeb, in steps of 141.8 ms; the first entry of that table, llm.c's GPT-2, took 45 minutes, the one of July 2026, with parts that are
-not here, 1.23 (README and logs of https://github.com/KellerJordan/modded-nanogpt). `throughline plan gpt2-124m-fast --on dgx-h100 --gpus 8`
-expects 160 ms, give or take a third. `gpt-shakespeare-fast` is the twin for a laptop; the [journal](journal.md) has what each part is worth there, and what was worth nothing.
-
 ## What config.json may say
 
 Every field is read, ignored knowingly (the lists `everywhere` and `ignored` in `families.toml`: ids of special tokens, generation, dropout, which is a
