@@ -55,6 +55,7 @@ def test_count_equals_the_built_model(name):
         ("gpt-oss-20b", 20_914_757_184),  # its shards, read as transformers lays them out
         ("bloom-176b", 176_247_271_424),  # half of the bytes of its index
         ("modernbert-base", 149_655_232),
+        ("nanochat-d20", 560_988_160 + 20 * (2 * 1280 + 2 * 128) + 2 * 1280),  # theirs has no scales of norms
         ("gpt-shakespeare", 804_096),  # nanoGPT prints 0.80M, positions left out
     ],
 )
