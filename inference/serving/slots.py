@@ -51,7 +51,10 @@ class Prefixes:
         return shares[best], self.kept[best][1]
 
     def _shared(self, tenant: str, ids: np.ndarray) -> dict[tuple[str, bytes], int]:
-        return {key: common(old, ids) for key, (old, _) in self.kept.items() if key[0] == tenant}
+        # of a small model thousands are kept: those that begin otherwise are passed over by their bytes
+        head = ids[:LEAST_PREFIX].astype(np.int64).tobytes()
+        like = [key for key in self.kept if key[0] == tenant and key[1].startswith(head)]
+        return {key: common(self.kept[key][0], ids) for key in like}
 
     def keep(self, tenant: str, ids: np.ndarray, cache: Any, row: int) -> None:
         """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
@@ -62,10 +65,12 @@ class Prefixes:
         shares = self._shared(tenant, ids)
         if tokens in shares.values():
             return
-        self.kept = {key: one for key, one in self.kept.items() if shares.get(key) != len(one[0])}
+        for key, share in shares.items():
+            if share == len(self.kept[key][0]):
+                del self.kept[key]
         while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
             del self.kept[next(iter(self.kept))]
-        self.kept[tenant, ids.tobytes()] = ids, self._backend.save_row(cache, row, tokens)
+        self.kept[tenant, ids.astype(np.int64).tobytes()] = ids, self._backend.save_row(cache, row, tokens)
 
 
 class SlotBatch:

@@ -133,6 +133,22 @@ def test_what_is_kept_is_bounded(backend: CausalBackend) -> None:
     assert reused == [0, 59, 0, 59, 0]
 
 
+def test_what_begins_otherwise_is_passed_over(
+    backend: CausalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many that are kept only those whose beginnings are worth a copy are compared token by token: of a small model
+    thousands fit, and each answer would cost more than the one before. Ids of 32 bits find those of 64.
+    """
+    batch = SlotBatch(backend, nothing, 1)
+    prompts = [np.random.default_rng(seed).integers(0, 300, 40).astype(np.int32) for seed in range(20)]
+    for prompt in prompts:
+        run(batch, Job(prompt, 1))
+    compared = []
+    monkeypatch.setattr(slots, "common", lambda one, other: compared.append(len(one)) or common(one, other))
+    assert run(batch, Job(prompts[3], 1))[0][0].cached_tokens == 39
+    assert compared == [40, 40], "when it began and when it was to be kept"
+
+
 def test_a_long_prompt_does_not_hold_up_the_others(backend: CausalBackend) -> None:
     """While somebody decodes, at most 64 tokens of a prompt are read in a step, and each step decodes."""
     counting = Counting(backend)
