@@ -145,7 +145,7 @@ def test_keys_share_beginnings_when_they_may(
     async def body(found: Any) -> None:
         told = []
         for key in ("one", "two"):
-            request = {"prompt": [*range(20, 60)], "max_tokens": 1}
+            request = {"prompt": [*range(20, 60)], "max_tokens": 1, "n": 2}  # a copy finds no prompt of others
             headers = {"Authorization": f"Bearer {key}"}
             answer = await found.client.post("/v1/completions", json=request, headers=headers)
             told.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 PUBLISHED = json.loads(Path(__file__).with_name("published_names.json").read_text())
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", [*preset_names(), "gpt-toy ahead", "llama-toy ahead"])
 def test_count_equals_the_built_model(name):
-    config = preset(name)
+    name, _, ahead = name.partition(" ")
+    config = preset(name, predict_ahead=2) if ahead else preset(name)
     assert (
         sum(parameter.numel() for parameter in empty_model(config).parameters()) == config.parameter_count()
     )

@@ -19,7 +19,7 @@ from throughline.core.workspace import Workspace, read_records
 from throughline.train.build import RunPlan, training_rows
 from throughline.train.evaluate import Validation
 from throughline.train.logs.metrics import Metrics, StepReport, flat, read_metrics
-from throughline.train.logs.report import check_bound, compare_runs, summary_rows, write_report
+from throughline.train.logs.report import check_bound, compare_runs, curves, summary_rows, write_report
 from throughline.train.loop import train
 from throughline.train.recipes.recipe import Recipe
 
@@ -241,6 +241,15 @@ def test_the_report_stands_alone_and_shows_every_curve(
     assert "sequence_length = 32" in html
     with pytest.raises(WrongUse, match="no run to report on"):
         write_report(tmp_path)
+
+
+def test_a_task_s_curve_has_a_band() -> None:
+    """1.96 standard errors on both sides; steps without an evaluation are none of it."""
+    score = {"validation": {"t/acc": 0.5, "t/acc_stderr": 0.1}}
+    charts = curves([{"step": 1} | score, {"step": 2, "loss": 3.0}, {"step": 3} | score])
+    plots = {chart.title: chart for chart in charts}
+    assert plots["tasks: acc"].series == [("t", [(1, 0.5), (3, 0.5)])]
+    assert plots["tasks: acc"].errors == {"t": [(1, 0.196), (3, 0.196)]}
 
 
 def test_too_many_bad_steps_in_a_row_stop_the_run(
