@@ -145,7 +145,8 @@ def test_keys_share_beginnings_when_they_may(
     async def body(found: Any) -> None:
         told = []
         for key in ("one", "two"):
-            request = {"prompt": [*range(20, 60)], "max_tokens": 1, "n": 2}  # a copy finds no prompt of others
+            # the second answer finds what the first one read, which is not told
+            request = {"prompt": [*range(20, 60)], "max_tokens": 1, "n": 2}
             headers = {"Authorization": f"Bearer {key}"}
             answer = await found.client.post("/v1/completions", json=request, headers=headers)
             told.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
