@@ -114,8 +114,8 @@ def tensor_sends(
         # in the place of an input of the width: that of `q_up`, the latent, the part of a key that is turned
         parts = (config.q_latent or config.width) + config.kv_latent - config.width
         gathers, scatters = gathers + layers * (3 + again), scatters + layers * 2
-        gathered += layers * (2 * parts + (1 + again) * config.rope_width)
-        scattered += layers * (parts + config.rope_width)
+        gathered = gathered + layers * (2 * parts + (1 + again) * config.rope_width)
+        scattered = scattered + layers * (parts + config.rope_width)
     # of the loss: the largest logit, the normalisation and the logit of the target; of BERT also the rows it selects
     sums = 3 * targets * max(numbers.weight, 4) + bert * targets * config.width * numbers.activation
     return [

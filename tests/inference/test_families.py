@@ -57,6 +57,14 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+def test_a_directory_is_planned(kind: str, directories: Path) -> None:
+    """Layouts of all axes are priced, ranked and told."""
+    told = said("plan", directories / kind, "--on", "dgx-h100", "--gpus", 8, "--rows", 64)
+    assert "D8 micro" in told
+    assert kind == "bloom" or "tensor x 2" in told
+
+
 def said(*words: object) -> str:
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 0, done.output
