@@ -267,15 +267,13 @@ class Chat:
 
 def chat_text(template: Any, turns: Sequence[tuple[Any, str]]) -> str:
     """The template's text; of one that knows no system, without its turn, as the harness does it."""
-    from ..inference.serving.api_types import Message
-
-    messages = [Message(role=role, content=content) for role, content in turns]
+    said = [{"role": role, "content": content} for role, content in turns]
     try:
-        return template.text(messages)
+        return template.text(said)
     except WrongUse:
-        if messages[0].role != "system":
+        if said[0]["role"] != "system":
             raise
-        return template.text(messages[1:])
+        return template.text(said[1:])
 
 
 def with_examples(

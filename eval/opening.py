@@ -96,7 +96,7 @@ def open_chat(options: ScorerOptions, directory: Path, tokenizer: Any, family: s
     """The chat template beside the tokenizer, None where none is asked for. Raises WrongUse when there is none."""
     if not options.apply_chat_template:
         return None
-    from ..inference.serving.served import ChatTemplate
+    from ..data.chat import ChatTemplate
 
     if family != "gpt" or (found := ChatTemplate.find(directory, tokenizer)) is None:
         why = f"a {family} with neither chat_template.jinja nor one in tokenizer_config.json"

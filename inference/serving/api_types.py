@@ -197,9 +197,11 @@ class Message(Strict):
     tool_calls: tuple[()] | None = None
     annotations: tuple[()] | None = None
 
-    def text(self) -> str:
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it."""
         parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ChatBody(Generation, kw_only=True):

@@ -51,9 +51,9 @@ async def conversed(
     """The job of answering a conversation with at most so many tokens (None: what fits)."""
     model, template = call.model, call.model.chat
     assert template is not None
-    size = sum(len(message.text()) + len(message.name or "") for message in messages)
-    model.reader.check_characters(size, "messages")
-    ids = await call.beside(INLINE + 1, lambda: template.ids(messages))
+    turns = [message.turn() for message in messages]
+    model.reader.check_characters(sum(len(text) for turn in turns for text in turn.values()), "messages")
+    ids = await call.beside(INLINE + 1, lambda: template.ids(turns))
     body.stop = [*body.stops(), *template.ends]
     return [model.job(body, ids, most or model.room(len(ids)), logprobs)]
 

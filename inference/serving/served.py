@@ -1,27 +1,22 @@
-"""A model as the HTTP process sees it: its tokenizer and chat template, what each endpoint asks of it, its processes.
+"""A model as the HTTP process sees it: its tokenizer, what each endpoint asks of it, its processes.
 Everything that a request gets wrong raises WrongUse before anything is queued.
 """
 
 import asyncio
-import json
-import re
-import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...core.errors import Refused, ThroughlineError, WrongUse
-from ...data.tokenizer import CHAT, CONFIG, GENERATION, TURN_ENDS, Tokenizer, beside_model, chat_template
+from ...data.chat import ChatTemplate
+from ...data.tokenizer import Tokenizer
 from ...models.sentence import Sentence
 from .accounts import ServerLimits, Watch
-from .api_types import CompletionBody, Generation, Message
+from .api_types import CompletionBody, Generation
 from .channel import Made, Read, Work
 from .encoding import TOKEN_CHARACTERS, Encoding, Outputs, Reader, check_ids, check_known
 from .generation import Job, TextDelta, prompt_ids
@@ -32,7 +27,6 @@ ANSWER_VALUES = 1 << 18  # log-probabilities of one answer, each some 100 bytes 
 HEARTBEAT_S = 15.0  # below the patience of common proxies
 CHATTING, TOKENISING = ["/v1/chat/completions", "/v1/responses"], ["/tokenize", "/detokenize"]
 TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
-BREAK = "\ufdd0"  # a noncharacter, put into added tokens that a message spells: they are encoded in two parts
 
 # Of several answers, each with its number; None: nothing has come for HEARTBEAT_S.
 Deltas = AsyncGenerator[tuple[int, TextDelta | None], None]
@@ -238,94 +232,3 @@ class ServedModel:
             if left:
                 watch.of(watch.telemetry.gone).inc(left)
                 remote.cancel(numbers)
-
-
-class ChatTemplate:
-    """A conversation becomes the ids that a model was trained to answer, by its own template (`chat_template.jinja`, or
-    `chat_template` in `tokenizer_config.json`) in jinja's sandbox. Special tokens count only where the template writes
-    them: the text of a message that spells one is read as those characters, so that nobody can forge the end of a turn.
-    Raises WrongUse when the template cannot be compiled.
-    """
-
-    def __init__(self, source: str, tokenizer: Tokenizer, names: dict[str, str], *ends: int) -> None:
-        usual: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
-        environment = ImmutableSandboxedEnvironment(**usual)
-        environment.filters["tojson"] = _json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = time.strftime
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise WrongUse("the chat template is broken", where=CHAT, why=str(error)) from error
-        self.source, self._tokenizer, self._names = source, tokenizer, names
-        added = tokenizer.config.get("added_tokens") or []
-        self._special = {token["content"]: int(token["id"]) for token in added}
-        self._any_special = _any_of(self._special)
-        usual_ends = (*TURN_ENDS, names["eos_token"])
-        self.ends = tuple(name for name, i in self._special.items() if name in usual_ends or i in ends)
-        # What a model says of itself, such as `</think>`, stays in its own earlier answers: templates look for it.
-        said = {token["content"] for token in added if not token.get("special", True)} - {*self.ends}
-        self._not_said = _any_of(self._special.keys() - said)
-
-    @classmethod
-    def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
-        """The template beside a tokenizer, None without one; answers end where the model's defaults say, too."""
-        config, defaults = _object(directory / CONFIG), _object(beside_model(directory, GENERATION))
-        if (source := chat_template(directory)) is None:
-            return None
-        names = {}
-        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            token = config.get(role)
-            names[role] = token.get("content", "") if isinstance(token, dict) else token or ""
-        ends = defaults.get("eos_token_id") or []
-        return cls(source, tokenizer, names, *(ends if isinstance(ends, list) else [ends]))
-
-    def ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
-        return self.encode(self.text(messages))
-
-    def text(self, messages: Sequence[Message]) -> str:
-        """The same before it is encoded."""
-        given = [
-            {"role": message.role, "content": self.plain(message.text(), message.role == "assistant")}
-            | ({"name": self.plain(message.name)} if message.name else {})
-            for message in messages
-        ]
-        try:
-            return self._template.render(messages=given, add_generation_prompt=True, **self._names)
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
-            why = f"the model's chat template says: {error}"
-            raise WrongUse("the messages do not fit the chat template", where="messages", why=why) from error
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of a text whose special tokens count, but for those that `plain` has marked; int64 (S,)."""
-        special = self._special
-        parts = self._any_special.split(text)  # texts and special tokens by turns
-        ids = [np.array([special[part]]) if part in special else self._encode(part) for part in parts]
-        return np.concatenate(ids).astype(np.int64)
-
-    def plain(self, text: str, own: bool = False) -> str:
-        """The text with a mark in every special token that it spells; `own`: but for those that a model says."""
-        text, forged = text.replace(BREAK, ""), self._not_said if own else self._any_special
-        return forged.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
-
-    def _encode(self, text: str) -> np.ndarray:
-        parts = [self._tokenizer.encode(part) for part in text.split(BREAK) if part]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-
-def _object(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted(names, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-
-
-def _json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

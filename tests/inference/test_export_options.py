@@ -12,12 +12,12 @@ from throughline.cli import export as cli
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused
+from throughline.data.chat import ChatTemplate
 from throughline.data.tokenizer import Tokenizer, copy_chat
 from throughline.inference.exports import export, export_engine, gguf_export, handover
 from throughline.inference.graphs import real_text as calibration
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import find_model, open_model
-from throughline.inference.serving.served import ChatTemplate
 
 VALUES = {
     "precision": "fp16",
