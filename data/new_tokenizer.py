@@ -29,13 +29,26 @@ EOT = "<|endoftext|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
-    """BERT's tokenizer over a vocabulary: its normaliser, its splitting, greedy WordPiece."""
-    unknown = "[UNK]"
+def byte_level(model: models.BPE) -> Library:
+    """GPT-2's splitting around a BPE."""
+    library = Library(model)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def wordpiece(vocab: dict[str, int], lowercase: bool, unknown: str = "[UNK]") -> Library:
+    """BERT's normaliser, its splitting, greedy WordPiece over a vocabulary."""
     library = Library(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
     library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     library.decoder = decoders.WordPiece()
+    return library
+
+
+def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
+    """BERT's tokenizer over a vocabulary, with its special tokens around a text."""
+    library = wordpiece(vocab, lowercase)
     roles = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
     pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
     library.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, roles)
@@ -82,9 +95,7 @@ def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
     if not all(len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
         fix = f"give the {merges.name} that came with {encoder.name}"
         raise WrongUse("merges and vocabulary do not belong together", where=merges, fix=fix)
-    library = Library(models.BPE(vocab, pairs))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
+    library = byte_level(models.BPE(vocab, pairs))
     if EOT in vocab:
         library.add_special_tokens([EOT])
     return Tokenizer(library.to_str())
@@ -126,9 +137,7 @@ def train_tokenizer(texts: Iterable[str], kind: Type, vocab_size: int, lowercase
 def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     _check_room(vocab_size, len(alphabet) + 1, "256 bytes and one special token")
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
+    library = byte_level(models.BPE())
     trainer = _trainer(vocab_size - 1, alphabet)
     broken = (RUN.sub("\\g<0>\n", BLANKS.sub("\\1", text)) for text in _watched(texts))
     _train(library, broken, trainer)

@@ -267,7 +267,10 @@ def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
 def _rebuilt(given: dict[str, Any], kind: str) -> Any:
     """GPT-2's byte-level BPE, or BERT's WordPiece in lower case, as llama.cpp reads it."""
     from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken
+    from tokenizers.models import BPE
+
+    from ...data.new_tokenizer import byte_level, wordpiece
 
     texts, kinds = list(given["tokenizer.ggml.tokens"]), given.get("tokenizer.ggml.token_type", [])
     kinds = [*kinds, *[TokenType.NORMAL] * (len(texts) - len(kinds))]
@@ -279,17 +282,11 @@ def _rebuilt(given: dict[str, Any], kind: str) -> Any:
     )
     if kind == "gpt2":
         merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
-        tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, merges))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = byte_level(BPE({text: i for i, text in enumerate(texts)}, merges))
     else:
         plain = [text[1:] if text.startswith("\u2581") else "##" + text for text in texts]
         vocab = {(text if text in control else plain[i]): i for i, text in enumerate(texts)}
-        unknown = texts[given["tokenizer.ggml.unknown_token_id"]]
-        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
+        tokenizer = wordpiece(vocab, True, texts[given["tokenizer.ggml.unknown_token_id"]])
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     return tokenizer
