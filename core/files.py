@@ -204,6 +204,19 @@ def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator
         yield place, value
 
 
+def from_template(file: Path, facts: Mapping[str, Any]) -> str:
+    """A template filled with facts; lines that begin with ? are jinja's statements. A name without a fact raises."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(  # noqa: S701 - not HTML: values are quoted where they stand
+        loader=FileSystemLoader(file.parent),
+        line_statement_prefix="?",
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(file.name).render(facts)
+
+
 def walk_files(root: Path) -> Iterable[Path]:
     """Every regular file below `root`, sorted by relative path, hidden and temporary names included."""
     return sorted(path for path in root.rglob("*") if path.is_file())

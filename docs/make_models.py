@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from throughline.core.errors import Refused
-from throughline.inference.exports.gguf_export import LACKING, architecture_of, uncut
+from throughline.inference.exports.gguf_export import KNOWN, architecture_of, uncut
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.onnx_blocks import refuse_unknown
 from throughline.models.config import ModelConfig, preset
@@ -146,8 +146,8 @@ run's own decision), or refused by its name: an unknown field may change the num
 3. Its proof: a line of `DECODERS` or `ENCODERS` in `tests/models/test_models_transformers.py`, with other values than the usual ones; `python -m pytest tests/models/test_models_transformers.py -k NAME`
    compares logits, gradients, cached decoding and files, both ways. Until it is there, nothing says that the row is right.
 4. Its names: a line of `tests/models/published_names.json`, from the config.json and the index of weights of a released checkpoint, and where both were read.
-5. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until `WRITTEN`
-   in `inference/exports/gguf_export.py` does (with a line of `FAMILIES` in `tests/inference/test_gguf.py`); a row of `tests/layouts.toml` proves a layout.
+5. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until
+   `inference/exports/gguf.toml` does (with a line of `FAMILIES` in `tests/inference/test_gguf.py`); a row of `tests/layouts.toml` proves a layout.
 6. This page: a model of it in `SHOWN` or `OTHERS` of `docs/make_models.py`, and `make reference`.
 """
 
@@ -191,8 +191,8 @@ def _layout(config: ModelConfig, layout: Layout) -> str:
 
 def _gguf(kind: str, config: ModelConfig) -> str:
     short = uncut(config)
-    if kind in LACKING:
-        return f"no: {LACKING[kind]}"
+    if kind in KNOWN["lacking"]:
+        return f"no: {KNOWN['lacking'][kind]}"
     found = _known(lambda: architecture_of(short))
     return found if short == config or found != "yes" else "of texts within the window"
 

@@ -19,6 +19,7 @@ import onnxruntime
 from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
 from ...core.errors import Refused, WrongUse
+from ...core.files import from_template
 from ...models.bert import BERT, Head
 from ...models.config import GPTConfig, family_of
 from ...models.huggingface import to_huggingface
@@ -178,7 +179,7 @@ def write_judged(export: Export, options: GraphOptions) -> int:
             write_json(folder / "config.json", to_huggingface(opened.model)[0])
     backend: Any
     if options.names == "optimum" and isinstance(config, GPTConfig):
-        write_json(folder / "genai_config.json", genai_config(config, special, options))
+        (folder / "genai_config.json").write_text(genai_config(config, special, options))
         backend = parity.OptimumCausal(open_session(graph, device=export.device), config)
     else:
         backend = on_our_terms(run_graph(graph, config, BackendOptions(export.device)), export, options)
@@ -219,36 +220,14 @@ def description(model: Any) -> dict[str, Any]:
     return described
 
 
-def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOptions) -> Report:
+def genai_config(config: GPTConfig, special: Mapping[str, int], options: GraphOptions) -> str:
     """What onnxruntime-genai reads beside a graph under optimum's names. Its type `llama` stands for any decoder
     with these inputs, learned positions included. A cache that one operator reads and writes is one buffer.
     """
     end = special.get("eos", 0)
-    pasts = {f"past_{kind}_names": f"past_key_values.%d.{kind}" for kind in ("key", "value")}
-    presents = {f"present_{kind}_names": f"present.%d.{kind}" for kind in ("key", "value")}
-    decoder = {
-        "filename": "model.onnx",
-        "head_size": config.head_size,
-        "hidden_size": config.width,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.key_value_heads,
-        "num_hidden_layers": config.layers,
-        "session_options": {"provider_options": [{"cuda": {}}] if options.variant == "cuda" else []},
-        "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")} | pasts,
-        "outputs": {"logits": "logits"} | presents,
-    }
-    model = {
-        "type": "llama",
-        "context_length": config.sequence_length,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": special.get("bos", end),
-        "eos_token_id": end,
-        "pad_token_id": special.get("pad", end),
-        "decoder": decoder,
-    }
-    search: Report = {"max_length": config.sequence_length, "do_sample": False}
-    search |= {"past_present_share_buffer": grouped(config, options)}
-    return {"model": model, "search": search}
+    facts = {"config": config, "eos": end} | {role: special.get(role, end) for role in ("bos", "pad")}
+    facts |= {"cuda": options.variant == "cuda", "shared": grouped(config, options)}
+    return from_template(Path(__file__).with_name("genai_config.json"), facts)
 
 
 def write_graph(model: Any, path: Path, metadata: dict[str, str], options: GraphOptions = PLAIN) -> int:

@@ -1,5 +1,5 @@
 """Exports a model as an artifact of kind `gguf`: model.gguf, the format of llama.cpp and of the tools built on it (the
-families of `WRITTEN`, with tokenizer and metadata), tokenizer.json and model.json, compared with the torch model
+families of `gguf.toml`, with tokenizer and metadata), tokenizer.json and model.json, compared with the torch model
 through llama.cpp where llama-cpp-python is installed.
 
 Layouts, as llama.cpp's loaders expect them:
@@ -18,6 +18,7 @@ Layouts, as llama.cpp's loaders expect them:
 
 import importlib.util
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,46 +52,8 @@ TEXTS, LENGTH = 4, 64
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
 LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model that labels texts
-# llama.cpp's name of a family
-WRITTEN = {n: n for n in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")}
-WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "starcoder2": "starcoder2"}
-WRITTEN |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "bloom": "bloom"}
-WRITTEN |= {"phi": "phi2", "gptj": "phi2", "dots1": "dots1", "deepseek_v3": "deepseek2"}
-LACKING = {"opt": "llama.cpp has no loader of OPT"}
-LACKING |= {"gpt_oss": "llama.cpp begins and ends the ramp of YaRN at whole frequencies"}
-# what its code takes for granted: of any family, and otherwise of some
-GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
-GRANTED |= dict.fromkeys(("query_scalar", "rope_local_theta", "rope_magnitude"), 0.0)
-GRANTED |= dict.fromkeys(("rope_magnitude_part", "rope_magnitude_all"), 0.0)
-GRANTED |= dict.fromkeys(("rope_width", "attention_window"), 0)
-GRANTED |= {"router_normalised": True, "expert_every": 1, "rope_truncate": True}
-OTHERWISE: dict[str, dict[str, Any]] = {
-    **{name: {"activation": "gelu_tanh"} for name in ("gpt2", "bloom", "starcoder2")},
-    "phi2": {"activation": "gelu_tanh", "tied": False},
-    "gptneox": {"activation": "gelu"},  # by the tanh form: nearer than its table of f16 values
-    "olmoe": {"router_normalised": False},
-    "dots1": {"tied": False, "router_groups": 1},
-    "qwen2": {"linear_bias": "qkv"},
-    "smollm3": {"layer_pattern": "gggn"},
-    "gemma2": {"activation": "gelu_tanh", "layer_pattern": "lg"},
-    "gemma3": {"activation": "gelu_tanh", "layer_pattern": "lllllg", "rope_local_theta": 10000.0}
-    | {"logit_softcap": 0.0},
-}
-# what it is told of some families
-TOLD: dict[str, tuple[str, ...]]
-TOLD = {"gemma2": ("attention_window",), "gemma3": ("attention_window",), "gptneox": ("rope_width",)}
-TOLD |= {"phi2": ("rope_width", "linear_bias"), "dots1": ("router_normalised",)}
-TOLD |= {"deepseek2": ("rope_width", "router_normalised")}
-
-# its names of our sizes, where they are not 0; of experts; of those that are chosen by a sigmoid
-NAMES = {"vocab_size": "vocab_size", "sequence_length": "context_length", "width": "embedding_length"}
-NAMES |= {"layers": "block_count", "feed_forward_size": "feed_forward_length", "heads": "head_count"}
-NAMES |= {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-EXPERTS = {"experts": "expert_count", "experts_per_token": "expert_used_count"}
-EXPERTS |= {"expert_size": "expert_feed_forward_length"}
-SIGMOID = {"shared_experts": "expert_shared_count", "dense_layers": "leading_dense_block_count"}
-SIGMOID |= {"router_normalised": "expert_weights_norm", "router_scale": "expert_weights_scale"}
-GROUPS = {"router_groups": "expert_group_count", "router_groups_per_token": "expert_group_used_count"}
+# what it computes: by family, by its own name of an architecture, and its names of our sizes
+KNOWN: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text())
 
 
 @exports("gguf")
@@ -129,7 +92,7 @@ def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
 def uncut(config: ModelConfig) -> ModelConfig:
     """For texts that are not longer than windows, where llama.cpp has none of the family."""
     kind, pattern = family_of_shape(config), config.attention_pattern
-    told = TOLD.get(WRITTEN.get(kind, ""), ())
+    told = KNOWN["architectures"].get(KNOWN["families"].get(kind, ""), {}).get("told", ())
     if pattern is None or not pattern.is_band or "attention_window" in told or config.positions != "rotary":
         return config
     letters = config.layer_pattern.replace("l", "g")
@@ -143,14 +106,15 @@ def uncut(config: ModelConfig) -> ModelConfig:
 def architecture_of(config: ModelConfig) -> str:
     """The name that llama.cpp has for this shape. Raises Refused for one that it computes differently."""
     kind = family_of_shape(config)
-    if kind not in WRITTEN:
-        why, fix = LACKING.get(kind, f"this one is {kind}"), "docs/models.md says what each family can do"
-        raise Refused(f"GGUF is written of {', '.join(WRITTEN)}", where="model", why=why, fix=fix)
-    name = WRITTEN[kind]
+    written = KNOWN["families"]
+    if kind not in written:
+        why, fix = KNOWN["lacking"].get(kind, f"this one is {kind}"), "docs/models.md says what each can do"
+        raise Refused(f"GGUF is written of {', '.join(written)}", where="model", why=why, fix=fix)
+    name = written[kind]
     if isinstance(config, BERTConfig):
         return name
-    granted = GRANTED | OTHERWISE.get(name, {})
-    told = TOLD.get(name, ())
+    own = KNOWN["architectures"].get(name, {})
+    granted, told = KNOWN["granted"] | own.get("granted", {}), own.get("told", ())
     differing = [k for k, value in granted.items() if k not in told and getattr(config, k) != value]
     unlike = ("dynamic", "yarn") if name == "deepseek2" else ("dynamic",)
     differing += ["rope_scaling"] if config.rope_scaling in unlike else []
@@ -208,13 +172,13 @@ def _describe(writer: Any, architecture: str, config: Any, precision: GGUFPrecis
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if isinstance(config, GPTConfig):
         writer.add_head_count_kv(1 if config.kv_latent else config.key_value_heads)
-    told = NAMES | (EXPERTS if getattr(config, "experts", 0) else {})
+    told = KNOWN["names"] | (KNOWN["experts"] if getattr(config, "experts", 0) else {})
     if getattr(config, "router_scores", "") == "sigmoid":
         chosen = config.router_groups_per_token < config.router_groups
-        told = told | SIGMOID | (GROUPS if chosen else {})
+        told = told | KNOWN["sigmoid"] | (KNOWN["groups"] if chosen else {})
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     for ours, theirs in told.items():
-        if (value := getattr(config, ours, 0)) or ours in SIGMOID:
+        if (value := getattr(config, ours, 0)) or ours in KNOWN["sigmoid"]:
             getattr(writer, f"add_{theirs}")(value)
     if isinstance(config, GPTConfig) and config.positions == "rotary":
         writer.add_rope_dimension_count(config.rotary_size)

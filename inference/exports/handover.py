@@ -2,13 +2,11 @@
 
 - `export_huggingface` (kind `model`): as transformers, vLLM and Text Embeddings Inference (TEI) read them.
 - `export_triton`: a Triton model repository of a BERT's graph or plan (`bert`), its tokenizer as a step before it
-  (`tokenizer`), and the two as one model (`text`: an ensemble). Tests read its configurations by Triton's own schema
-  and run the tokenizer's step.
+  (`tokenizer`), and the two as one model (`text`: an ensemble), whose configurations are written from `triton/`.
+  Tests read them by Triton's own schema and run the tokenizer's step.
 """
 
 import dataclasses
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import tokenizers
 import torch
 
 from ...core.errors import WrongUse
-from ...core.files import read_json
+from ...core.files import from_template, read_json
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT, BERTWithHead
 from ...models.config import GPTConfig
@@ -80,24 +78,11 @@ def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:
     return {"vllm": vllm, "tei": tei}
 
 
-MODEL, TOKENIZER, ENSEMBLE = "bert", "tokenizer", "text"
+TEMPLATES = Path(__file__).with_name("triton")
 OPTIMUM = GraphOptions(names="optimum")  # no input whose length is not the text's
 TYPES = {1: "TYPE_FP32", 7: "TYPE_INT64", 10: "TYPE_FP16"}  # by ONNX's numbers
-TEXT = [{"name": "TEXT", "data_type": "TYPE_STRING", "dims": [1]}]
 MAX_BATCH, QUEUE, DELAY_US = 32, 256, 2000
 STEP = 16  # the tokenizer fills its rows up to a multiple, so that requests of like length make one batch
-README = f"""# Triton model repository
-
-    tritonserver --model-repository .
-
-`{ENSEMBLE}` takes texts (`TEXT`, of one string each) and gives every output of `{MODEL}`, which takes int64 ids.
-Between them `{TOKENIZER}` makes the ids; its back end is Python and needs the `tokenizers` library in the container:
-
-    pip install tokenizers=={{library}}
-
-A text that is empty or longer than the model's context is an error of its request. Requests that wait beyond {QUEUE}
-are refused; a batch waits at most {DELAY_US} us to fill. {{made}}
-"""
 
 
 @exports("onnx")
@@ -115,7 +100,7 @@ def export_triton(export: Export, options: GraphOptions = OPTIMUM, **plan: Any) 
         raise WrongUse("a Triton repository takes text", where=opened.input.path, fix=fix)
     if options.outputs is None and isinstance(opened.model, BERT):  # ids of 30,522 words to each vector
         options = dataclasses.replace(options, outputs="embedding")
-    place = export.folder / MODEL / "1"
+    place = export.folder / "bert" / "1"
     place.mkdir(parents=True)
     sizes, profiles = [8, MAX_BATCH], 0
     made = f"The graph is opset {options.opset}: the container's ONNX Runtime must know it."
@@ -136,8 +121,16 @@ def export_triton(export: Export, options: GraphOptions = OPTIMUM, **plan: Any) 
         file.unlink() if profiles else file.rename(place / file.name)
     inputs, outputs = _tensors(written.input), _tensors(written.output)
     _write_tokenizer(export, [one["name"] for one in inputs])
-    _write_configs(export.folder, inputs, outputs, sizes, profiles)
-    (export.folder / "README.md").write_text(README.format(library=tokenizers.__version__, made=made))
+    said: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "sizes": sizes, "profiles": profiles}
+    said |= {"queue": QUEUE, "delay_us": DELAY_US, "step": STEP}
+    said |= {"library": tokenizers.__version__, "made": made}
+    for name in ("bert", "tokenizer", "text"):
+        config = export.folder / name / "config.pbtxt"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(from_template(TEMPLATES / f"{name}.pbtxt", said))
+    (export.folder / "text" / "1").mkdir()
+    (export.folder / "text" / "1" / ".keep").touch()  # Triton wants a version's folder of an ensemble too
+    (export.folder / "README.md").write_text(from_template(TEMPLATES / "README.md", said))
     export.draft.facts |= {"precision": options.precision, "layout": "triton"}
 
 
@@ -156,7 +149,7 @@ def _tensors(values: Any) -> list[dict[str, Any]]:
 def _write_tokenizer(export: Export, inputs: list[str]) -> None:
     """The step that makes the model's inputs of texts: how its directory treats them, and the tokenizer."""
     tokenizer, sentence = Tokenizer.load(str(export.opened.tokenizer)), export.sentence
-    folder = export.folder / TOKENIZER / "1"
+    folder = export.folder / "tokenizer" / "1"
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     (folder / "model.py").write_bytes(Path(__file__).with_name("triton_step.py").read_bytes())
@@ -170,57 +163,3 @@ def _write_tokenizer(export: Export, inputs: list[str]) -> None:
         "outputs": inputs,
     }
     write_json(folder / "settings.json", settings)
-
-
-def _write_configs(
-    folder: Path, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]], sizes: list[int], profiles: int
-) -> None:
-    """The three configurations; `sizes` of batches, `profiles` of a plan (0: there is none)."""
-    queue = {"max_queue_delay_microseconds": DELAY_US, "default_queue_policy": {"max_queue_size": QUEUE}}
-    group: dict[str, Any] = {"kind": "KIND_GPU" if profiles else "KIND_AUTO", "count": 1}
-    zeros = {"dims": [STEP], "zero_data": True}
-    samples = [{"key": one["name"], "value": {"data_type": one["data_type"], **zeros}} for one in inputs]
-    steps = [
-        {
-            "model_name": name,
-            "model_version": -1,
-            "input_map": [{"key": one["name"], "value": one["name"]} for one in given],
-            "output_map": [{"key": one["name"], "value": one["name"]} for one in got],
-        }
-        for name, given, got in ((TOKENIZER, TEXT, inputs), (MODEL, inputs, outputs))
-    ]
-    configs: dict[str, dict[str, Any]] = {
-        MODEL: {
-            "platform": "tensorrt_plan" if profiles else "onnxruntime_onnx",
-            "input": inputs,
-            "output": outputs,
-            "dynamic_batching": {"preferred_batch_size": sizes, **queue},
-            "instance_group": [group | ({"profile": [str(i) for i in range(profiles)]} if profiles else {})],
-            "model_warmup": [{"name": f"{STEP} tokens", "batch_size": 1, "inputs": samples}],
-        },
-        TOKENIZER: {
-            "backend": "python",
-            "input": TEXT,
-            "output": inputs,
-            "dynamic_batching": queue,
-            "instance_group": [{"kind": "KIND_CPU", "count": 1}],
-        },
-        ENSEMBLE: {
-            "platform": "ensemble",
-            "input": TEXT,
-            "output": outputs,
-            "ensemble_scheduling": {"step": steps},
-        },
-    }
-    for name, config in configs.items():
-        (folder / name).mkdir(exist_ok=True)
-        text = text_format({"name": name, "max_batch_size": sizes[-1], **config})
-        (folder / name / "config.pbtxt").write_text(text)
-    (folder / ENSEMBLE / "1").mkdir()
-    (folder / ENSEMBLE / "1" / ".keep").touch()  # Triton wants a version's folder of an ensemble too
-
-
-def text_format(message: dict[str, Any]) -> str:
-    """A message in protobuf's text format: JSON without quotes around names of fields and of enums."""
-    text = re.sub(r'"(\w+)":', r"\1:", json.dumps(message, indent=2))
-    return re.sub(r'"((TYPE|KIND)_\w+)"', r"\1", text).removeprefix("{").removesuffix("}")

@@ -8,6 +8,7 @@ containers and runs nothing. Of Megatron-LM, one tensor and one pipeline rank: G
 
 import argparse
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -169,28 +170,8 @@ def megatron_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-# Megatron-LM's names -> ours, one after the other: those of Megatron core and those before it
-NAMES = (
-    (r"[._](weight|bias)$", r".\1"),  # transformer engine's linears hold their norm: layer_norm_weight
-    (r"^language_model\.", ""),
-    (r"^(lm_head|output_layer)\.bias$", "mlm_bias"),
-    (r"^embedding\.word_embeddings\.", "token_table."),
-    (r"^embedding\.position_embeddings\.", "position_table."),
-    (r"^embedding\.tokentype_embeddings\.", "type_table."),
-    (r"^lm_head\.dense\.", "mlm_transform."),
-    (r"^lm_head\.(layer_?)?norm\.", "mlm_norm."),
-    (r"^pooler\.dense\.", "pooler."),
-    (r"^binary_head\.", "nsp."),
-    (r"^output_layer\.", "output."),
-    (r"^(decoder|encoder|transformer)\.final_(layer)?norm\.", "norm."),
-    (r"^(decoder|encoder|transformer)\.layers\.", "blocks."),
-    (r"\.(self_attention\.linear_qkv\.layer_norm|input_(layer)?norm)\.", ".attention_norm."),
-    (r"\.(mlp\.linear_fc1\.layer_norm|pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp_norm."),
-    (r"\.(self_)?attention\.(linear_qkv|query_key_value)\.", ".attention.qkv."),
-    (r"\.(self_)?attention\.(linear_proj|dense)\.", ".attention.out."),
-    (r"\.mlp\.(linear_fc1|dense_h_to_4h)\.", ".mlp.up."),
-    (r"\.mlp\.(linear_fc2|dense_4h_to_h)\.", ".mlp.down."),
-)
+# regular expressions of Megatron-LM's names, and ours
+NAMES = tomllib.loads(Path(__file__).with_name("megatron.toml").read_text())["names"]
 
 
 def read_megatron(path: Path) -> GPT | BERT:

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from ...core.errors import WrongUse
+from ...core.files import from_template
 
-TEMPLATES = Environment(  # noqa: S701 (shell and YAML, whose values are quoted where they stand)
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    line_statement_prefix="?",
-    keep_trailing_newline=True,
-    undefined=StrictUndefined,
-)
+TEMPLATES = Path(__file__).with_name("templates")
 # of each kind: its template, and the shell words for a machine's number and for the first machine's name
 KINDS = {
     "torchrun": ("torchrun.sh", '"$NODE_RANK"', '"$FIRST_MACHINE"'),
@@ -86,11 +80,11 @@ def job_file(kind: str, job: Job, image: str) -> str:
         "verb": job.arguments[0],
         "image": json.dumps(image),
     }
-    return TEMPLATES.get_template(file).render(facts)
+    return from_template(TEMPLATES / file, facts)
 
 
 def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool) -> str:
     """What runs `throughline serve` on Kubernetes: Deployment, Service, autoscaler, probes."""
     job = Job(arguments, 1, 1, f"serve-{name}", None, "", gpus=gpu)
     facts = vars(job) | {"image": json.dumps(image), "arguments": json.dumps(list(arguments))}
-    return TEMPLATES.get_template("serve.yaml").render(facts, grace=DRAIN_SECONDS)
+    return from_template(TEMPLATES / "serve.yaml", facts | {"grace": DRAIN_SECONDS})
