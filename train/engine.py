@@ -286,7 +286,8 @@ class Engine:
         for local in self.local_shards:
             local.value.grad = local.computed.grad
         optimizer.step()
-        follow(optimizer, (value for _, value in self.named_parameters()), finite)
+        if optimizer.param_groups[0].get("ema_decay"):
+            follow(optimizer, (value for _, value in self.named_parameters()), finite)
         self.routers.move_biases(self.local_shards, finite)
         self.publish()
         self.discard()

@@ -62,8 +62,9 @@ class Stage(nn.Module):
         if not self.is_last:
             return x_BPW
         sums, config = self.head(self.model, x_BPW, batch, self.mesh.tensor), self.model.config
-        if depths := config.blocks_ahead * ("targets_1" in batch):
-            weight, further = config.predict_ahead_loss / depths, []
+        if "targets_1" in batch:
+            depths, further = config.blocks_ahead, []
+            weight = config.predict_ahead_loss / depths
             for depth in range(1, depths + 1):
                 x_BPW, aims = self.encode(x_BPW, batch, depth), {"targets": batch[f"targets_{depth}"]}
                 further.append(self.head(self.model, x_BPW, batch | aims, self.mesh.tensor).sum())
