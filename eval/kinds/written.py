@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...core.scorer import Scorer
-from ...train.finetune.records import NO_PUNCTUATION, answer_f1
+from ...data.answers import NO_PUNCTUATION, answer_f1
 from ..items import Form, Item
 from ..task_file import Matching, Step
 from .kind import Asks, Kind, Outcome

@@ -170,8 +170,7 @@ def megatron_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-# regular expressions of Megatron-LM's names, and ours
-NAMES = tomllib.loads(Path(__file__).with_name("megatron.toml").read_text())["names"]
+NAMES = tomllib.loads(Path(__file__).with_name("megatron.toml").read_text())["names"]  # patterns, and ours
 
 
 def read_megatron(path: Path) -> GPT | BERT:

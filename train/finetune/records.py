@@ -2,9 +2,6 @@
 
 import hashlib
 import json
-import re
-import string
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,10 @@ import numpy as np
 
 from ...core.errors import Failed, WrongUse
 from ...data import records
+from ...data.answers import answer_f1, answer_words
 from ...data.dataset import NO_TARGET
 from ...data.tokenizer import Tokenizer
 
-NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 Record = dict[str, Any]
 Row = dict[str, np.ndarray]  # input_ids (S,), token_types (S,), and what the task adds
 
@@ -137,19 +134,6 @@ def tagging(predicted: Sequence[Sequence[str]], right: Sequence[Sequence[str]]) 
         "f1": 2 * precision * recall / (precision + recall) if both else 0.0,
         "accuracy": sum(a == b for a, b in tags) / len(tags) if tags else 0.0,
     }
-
-
-def answer_words(text: str) -> list[str]:
-    """The words of an answer as SQuAD's own script compares them: lower case, no punctuation, no articles."""
-    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(NO_PUNCTUATION)).split()
-
-
-def answer_f1(predicted: str, right: str) -> float:
-    """F1 of the words of an answer (SQuAD, Rajpurkar et al. 2016); of two answers without words 1."""
-    said, were = Counter(answer_words(predicted)), Counter(answer_words(right))
-    if not said or not were:
-        return float(said == were)
-    return 2 * (said & were).total() / (said.total() + were.total())
 
 
 def squad(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
