@@ -96,16 +96,20 @@ and ALiBi's dense masks as free.
 `model.overrides.experts = 8` makes every feed-forward one of eight, of which a token goes through `experts_per_token`; the fields below it in
 `models/config.py` are their width, a shared one, dense layers, the router's scores and groups. Three things keep a router even:
 `balance_loss` (row by row, so that it depends on no layout), `router_z_loss`, and `balance_bias`, which is moved by the load of each step instead of a gradient.
+
 No token is dropped, unless `expert_capacity_factor` (0 by default; 1.25 in Switch Transformer) says how many rows an expert takes in training: so many times its even share,
 `tokens x experts_per_token / experts` rounded up, of the tokens of one process in one micro-batch (a tensor or context process: of its part of the rows), those whose
 answers weigh most (Megatron-LM's `moe_expert_capacity_factor` with its policy `probs`). A token that is dropped by all of its experts goes on by the residual and a shared expert. So the
 numbers of a run depend on `micro_batch_rows`; data, sharded, expert and pipeline processes equal one process with the same micro-batches, tensor and
 context ones do not. Evaluation and generation drop none, and a plan prices all rows.
+
 gpt-oss has `attention_sinks` (a learnt score of each head beside every softmax, merged by the log-sum-exp), experts with biases and a clamped gate
 (`gate_limit`). Its published weights are mxfp4: they are refused with the line of transformers that writes them in bf16.
+
 Sigmoid scores, groups, shared experts and that bias are those of DeepSeek V3 and dots.llm1. DeepSeek's latent attention is `kv_latent`, `q_latent`,
 `rope_width` and `value_width`; a cache keeps the keys and values that the latent makes, not the latent, and the weights of a checkpoint must be in bf16 or
 wider (its own are fp8 with scales, refused by name).
+
 A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy`, `dropped_tokens` (their share) and `expert_imbalance` (the largest load over the mean one, of the
 layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
 process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. With `parallel.expert` data processes
@@ -125,6 +129,7 @@ times `predict_ahead_loss` (0.3, as DeepSeek-V3 began) and divided by the count 
 counts for nothing, and `train.z_loss` is taken of these logits as well. A step's record has it as `ahead`; validations and scores are of the next token alone. Data, sharded, tensor,
 context and pipeline processes, experts, recomputation and documents kept apart train it as one process does (rows `ahead-` of `tests/layouts.toml`): the last stage of a
 pipeline has the blocks, and for them the token table. `throughline plan` counts parameters, products and memory of it.
+
 It belongs to training: what opens a run to use it (evaluation, export, generation, a server, fine-tuning) leaves the blocks out, and the logits are the main model's. Checkpoints
 keep them, and so does a run that begins with them (`model.init_from`); one whose weights have none begins with new blocks. A directory of DeepSeek-V3 that has
 the layer after the last is read with it, of every other family none is written.

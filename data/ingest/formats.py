@@ -174,8 +174,8 @@ def parquet_rows(
 
 def no_column(where: str, column: str, names: list[str]) -> WrongUse:
     """The error of a column that is not there."""
-    why = f"columns: {', '.join(names)}"
-    return WrongUse(f"no column {column!r}", where=where, why=why, fix="name one with --field")
+    why, fix = f"columns: {', '.join(names)}", "name one with --field, for train with --set data.field"
+    return WrongUse(f"no column {column!r}", where=where, why=why, fix=fix)
 
 
 def _hub_name(name: str) -> tuple[str, str, str]:

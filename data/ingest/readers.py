@@ -309,7 +309,8 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
         why = f"{field!r} is {type(record[field]).__name__}, not a string"
         return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
     texts = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
-    fix, lists = "name one with --field", [key for key, value in record.items() if isinstance(value, list)]
+    lists = [key for key, value in record.items() if isinstance(value, list)]
+    fix = "name one with --field, for train with --set data.field"
     if texts == "none" and lists:
         fix = f"of the records in the list {lists[0]!r} make lines: jq -c '.{lists[0]}[]' FILE"
     if "messages" in lists:

@@ -55,7 +55,7 @@ def test_markup_is_no_text(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "fix"),
     [
-        ("t.csv", "id,body\n1,x\n", "--field"),
+        ("t.csv", "id,body\n1,x\n", "--field, for train with --set data.field"),
         ("t.json", '[{"text": "a"}, {"text": "b"}]', "jq -c .[] FILE"),
         ("t.json", '{"data": [{"text": "a"}]}', "jq -c '.data[]' FILE"),
         ("t.jsonl", '{"messages": [{"role": "user", "content": "hi"}]}\n', ".messages[].content"),
