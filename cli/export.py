@@ -138,6 +138,8 @@ def command(
         console.result(facts | {"path": str(out)}, [said, out])
         return
     score = None
+    if limit is not None and tasks is None:
+        raise WrongUse("--limit is for the records of tasks", where="--limit", fix="give --tasks too")
     if tasks is not None:
         from ..eval.opening import task_scorer
 

@@ -159,10 +159,11 @@ def export_onnx(export: Export, options: GraphOptions = PLAIN) -> None:
 
 def write_judged(export: Export, options: GraphOptions) -> int:
     """Write model.onnx, what describes it and the tokenizer, and judge it; returns its number of nodes."""
+    encoder: Any = getattr(export.opened.model, "encoder", export.opened.model)
+    if (options.pooling or options.outputs == "embedding") and not isinstance(encoder, BERT):
+        where = "--pooling" if options.pooling else "--outputs"
+        raise WrongUse("a GPT has no embedding", where=where, fix="leave it out")
     if options.outputs == "embedding":  # the encoder alone
-        encoder = getattr(export.opened.model, "encoder", export.opened.model)
-        if not isinstance(encoder, BERT):
-            raise WrongUse("a GPT has no embedding", where="--outputs", fix="leave it out")
         export.opened = export.opened._replace(model=build_with_head(encoder, Head("embedding", ())).eval())
     opened, folder, graph = export.opened, export.folder, export.folder / "model.onnx"
     config, described = opened.model.config, description(opened.model)
@@ -204,6 +205,9 @@ def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
         why = "random ids show whether a graph is right; whether rounded weights are good enough shows on text alone"
         fix = "give a text file like the model's own: --text FILE"
         raise WrongUse(f"{options.precision} is judged on real text", where="--precision", why=why, fix=fix)
+    if judging.calibration is not None and not options.static:
+        why = f"{options.precision} for {options.variant} has no fixed scales"
+        raise WrongUse("nothing here is calibrated", where="--calibration", why=why, fix="leave it out")
     if not options.static or rows is None:
         return options
     if judging.calibration is None:

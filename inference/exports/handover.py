@@ -51,6 +51,8 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
         wanted = embeds(Path(export.opened.input.path))
     else:
         wanted = not isinstance(model, BERTWithHead) or model.head.kind == "embedding"
+    if pooling and not wanted:
+        raise WrongUse("this model has no embedding", where="--pooling", fix="leave it out")
     if wanted:
         export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
     write_json(folder / "config.json", fields | ids)

@@ -36,7 +36,7 @@ LINE_BYTES = 512  # that each of its lines counts besides
 PIECE_BYTES = (
     64  # of a body: what its smaller pieces lack of it is bounded, for each costs as much as a large one
 )
-LACKING_BYTES = 1 << 18
+LACKING_BYTES = 1 << 16
 PIPELINED = 16  # requests that may come before the first of them is answered
 CONNECTIONS, OWN_FILES = 4096, 64
 BACKLOG = 1024  # connections that one turn of the loop takes up, some 50 us each
@@ -221,19 +221,17 @@ class DrainingServer(uvicorn.Server):
 
 
 def connections() -> int:
-    """Let this process open as many files as it may and needs; how many connections they allow."""
-    needed = CONNECTIONS + OWN_FILES
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < needed:  # -1 is as many as it likes
-        files = needed if most < 0 else min(needed, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-    return CONNECTIONS if files < 0 else min(CONNECTIONS, files - OWN_FILES)
+    """Let this process open all files that it may; how many connections they allow."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return CONNECTIONS if most < 0 else min(CONNECTIONS, most - OWN_FILES)  # -1 is as many as it likes
 
 
 def run(app: Starlette, server: Server, listener: socket.socket, tls: Sequence[Path | None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or Nones. Raises as opening did."""
     how: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": DeadlineProtocol}
-    how |= {"log_config": None, "access_log": False, "server_header": False}
+    # no line for each request that is no HTTP: a client could fill the disk with them
+    how |= {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     how |= {"timeout_graceful_shutdown": ANSWER_S, "timeout_keep_alive": KEEP_ALIVE_S, "backlog": BACKLOG}
     DeadlineProtocol.most = connections()
     config = uvicorn.Config(app, **how, ssl_certfile=tls[0], ssl_keyfile=tls[1])

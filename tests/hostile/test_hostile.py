@@ -186,7 +186,8 @@ def test_unfinished_bodies_stay_within_their_budget(server: Any, bounds: Any) ->
         with suppress(OSError):  # refused
             connection.sendall(head.encode() + b" " * (BIG - 1))
 
-    with ThreadPoolExecutor(20) as pool:
+    # Ten at a time: on the loopback interface the receiver's process does the senders' share of TCP too, 2 ms a read.
+    with ThreadPoolExecutor(10) as pool:
         list(pool.map(send, held))
     status, _ = post(server, "/tokenize", {"model": "gpt", "prompt": "x"})
     assert status == 200
@@ -284,7 +285,7 @@ def test_parts_of_requests_hold_up_nobody(server: Any, bounds: Any, sent: str) -
         "pieces": head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 60_000,
     }[sent]
     server.begin()
-    held = [server.connect() for _ in range(1000 if sent == "lines" else 100)]
+    held = [server.connect() for _ in range(100)]
     for connection in held:
         connection.setblocking(False)
         with suppress(OSError):

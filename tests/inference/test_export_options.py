@@ -112,14 +112,35 @@ def test_every_option_is_used_or_refused(
         words = [options[name].secondary_opts[0]] if value is None else [options[name].opts[0], value]
         used = name in cli.USED[target].split()
         calls.clear()
-        assert not used or target in ("calibration", "gguf") or run(*first) == 0
+        assert not used or run(*first) == 0
         code = run(*first, *words)
         if not used:
             assert code == 2 and len(calls) == 0, name
         elif name == "device" and target in ("calibration", "gguf"):
             assert code == 2, "they run on the CPU, and say so"
-        elif target not in ("calibration", "gguf"):
+        else:
             assert code == 0 and calls[0] != calls[1], name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("gpt --to onnx --pooling cls", "a GPT has no embedding"),
+        ("gpt --to onnx --outputs embedding", "a GPT has no embedding"),
+        ("gpt --to huggingface --pooling cls", "this model has no embedding"),
+        ("gpt --to onnx --limit 3", "--limit is for the records of tasks"),
+        ("gpt --to onnx --calibration nowhere", "nothing here is calibrated"),
+        ("bert --to onnx --precision fp16 --calibration nowhere", "fp16 for portable has no fixed scales"),
+    ],
+)
+def test_an_option_that_could_change_nothing_is_refused(
+    words: str, said: str, gpt_dir: Path, bert_dir: Path, tmp_path: Path
+) -> None:
+    """Of a target that uses it, for a model or beside options that leave nothing for it to do."""
+    family, *options = words.split()
+    source, out = str({"gpt": gpt_dir, "bert": bert_dir}[family]), tmp_path / "out"
+    done = CliRunner().invoke(main, ["export", source, *options, "--out", str(out), "--no-bench"])
+    assert done.exit_code == 2 and said in done.output and not out.exists()
 
 
 @pytest.fixture
