@@ -38,9 +38,9 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
     tasks = {summary["task"]: summary for summary in ours["tasks"]}
     others = {summary["task"]: summary for summary in theirs["tasks"]}
     common = [name for name in tasks if name in others]
+    where = f"{first} and {second}"
     if not common:
-        where, fix = f"{first} and {second}", "evaluate both on the same tasks"
-        raise WrongUse("no task in common", where=where, fix=fix)
+        raise WrongUse("no task in common", where=where, fix="evaluate both on the same tasks")
     samples = [_by_task(Path(path)) for path in (first, second)]
     rows: list[dict[str, Any]] = []
     questions: list[dict[str, Any]] = []
@@ -75,9 +75,7 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
                 shown += _rows(a, b, *values.values())
         parts.append(Part(name, f"right: {score}; below it every answer's log-probability", COLUMNS, shown))
     if not rows:
-        raise WrongUse(
-            "no score is one of single records", where=f"{first} and {second}", why=", ".join(common)
-        )
+        raise WrongUse("no score is one of single records", where=where, why=", ".join(common))
     lines = [*table(tuple(rows[0]), [list(row.values()) for row in rows]), *NOTES]
     for name in dict.fromkeys(one["task"] for one in questions):
         mine = [one for one in questions if one["task"] == name]
@@ -119,10 +117,10 @@ def paired_test(
     metric: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
     """Values of both, second - first (of a perplexity that of log-probabilities per record, in nats), its error, p."""
-    how = metric_of(metric)
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    how = metric_of("" if metric == "f1" and a.shape[1] == 1 else metric)  # one of each record: a mean
     values = [float(how.aggregate(rows)) for rows in (a, b)]
-    if metric.startswith("f1"):  # lines are (gold, predicted): compare right answers
+    if metric.startswith("f1") and a.shape[1] > 1:  # lines are (gold, predicted): compare right answers
         a, b = ((rows[:, :1] == rows[:, 1:2]).astype(np.float64) for rows in (a, b))
     differences = b[:, 0] - a[:, 0]
     if how.aggregate is per_unit:

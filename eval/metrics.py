@@ -28,7 +28,8 @@ class Metric:
     mean: bool = False
 
 
-def _mean(rows: Rows) -> np.ndarray:
+def mean(rows: Rows) -> np.ndarray:
+    """Of the first number of each line."""
     return rows[..., 0].mean(axis=-1)
 
 
@@ -71,15 +72,15 @@ def _mcc(rows: Rows) -> np.ndarray:
 MEANS = "acc centred acc_norm acc_bytes exact_match f1_words contains share_right p_at_1 p_at_10 pass@1"
 MEANS += " prompt_level_strict_acc prompt_level_loose_acc"
 METRICS: dict[str, Metric] = {
-    **dict.fromkeys(MEANS.split(), Metric(_mean, mean=True)),
+    **dict.fromkeys(MEANS.split(), Metric(mean, mean=True)),
     **dict.fromkeys(("inst_level_strict_acc", "inst_level_loose_acc"), Metric(per_unit, "instruction")),
-    "brier_score": Metric(_mean, higher=False, mean=True),
+    "brier_score": Metric(mean, higher=False, mean=True),
     "mcc": Metric(_mcc),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
     "mlm_accuracy": Metric(per_unit, "token"),
     "mlm_perplexity": Metric(_perplexity, "token", higher=False),
-    "perplexity": Metric(lambda rows: _exp(-_mean(rows)), higher=False),
+    "perplexity": Metric(lambda rows: _exp(-mean(rows)), higher=False),
     "word_perplexity": Metric(_perplexity, "word", higher=False),
     "byte_perplexity": Metric(_perplexity, "byte", higher=False),
     "token_perplexity": Metric(_perplexity, "token", higher=False),
@@ -90,7 +91,7 @@ METRICS: dict[str, Metric] = {
 
 def metric_of(name: str) -> Metric:
     """The metric of this name, with or without that of a chain of filters; one that is not known is a mean."""
-    return METRICS.get(name.partition(",")[0], Metric(_mean, mean=True))
+    return METRICS.get(name.partition(",")[0], Metric(mean, mean=True))
 
 
 def aggregate(how: str | Metric, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:

@@ -62,9 +62,14 @@ def parse_list(value: Any) -> Any:
     return ast.literal_eval(value) if isinstance(value, str) else value
 
 
-def places(labels: Sequence[int]) -> list[int]:
-    """The places of the labels that are 1."""
-    return [place for place, label in enumerate(labels) if label == 1]
+def places(labels: Sequence[Any], wanted: Sequence[Any] = (1,)) -> list[int]:
+    """The places of the labels that are 1, or among others that are wanted."""
+    return [place for place, label in enumerate(labels) if label in wanted]
+
+
+def filled_in(entities: Sequence[str], query: str) -> list[str]:
+    """ReCoRD: a query with each of the entities, in their order, in the place of `@placeholder`."""
+    return [f"  - {query}".replace("@placeholder", one) for one in sorted(set(entities))]
 
 
 _CAPITALISED = frozenset(["A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"])
@@ -80,5 +85,14 @@ def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> s
     return option if starts_sentence or first not in _CAPITALISED else option.replace(first, first.lower())
 
 
-_ALL = wikitext_detokenize, without_brackets, lower_first, which, parse_list, places, winograd_option
+_ALL = (
+    wikitext_detokenize,
+    without_brackets,
+    lower_first,
+    which,
+    parse_list,
+    places,
+    filled_in,
+    winograd_option,
+)
 FILTERS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _ALL}

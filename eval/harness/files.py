@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import MissingExtra, WrongUse
+from ...core.errors import MissingExtra, WrongUse, extra
 from ...data.records import Record
 from ..items import Form, Item, template
 from ..kinds.choices import MultipleChoice, Partial
 from ..kinds.kind import Kind, Outcome
-from ..metrics import Metric
+from ..kinds.written import GenerateUntil
+from ..metrics import Metric, mean
 from ..task import KINDS, BoundTask
+from ..task_file import Step
 
 CALL = "!function "  # begins a value that names a Python function: "!function PLACE/FILE.NAME"
 Fields = dict[str, Any]
@@ -62,17 +64,23 @@ def read_fields(path: Path, seen: tuple[Path, ...] = ()) -> Fields:
 
 
 def members(path: Path) -> Iterator[tuple[Path, Fields]]:
-    """The tasks that a group file names, nested groups and tags among them: (file, fields). Raises WrongUse for a name
-    that no file below its folder has.
-    """
+    """The tasks of a group file, of nested groups and tags too: (file, fields). Raises WrongUse for an unknown name."""
     fields = read_fields(path)
-    if "group" not in fields:
+    if "group" in fields:
+        yield from named(path, fields["task"])
+    else:
         yield path, fields
-        return
+
+
+def named(path: Path, given: Any) -> Iterator[tuple[Path, Fields]]:
+    """The tasks that a group of this file names, as `members` gives them."""
     known = files_by_name(path.parent.resolve())
-    for name in [fields["task"]] if isinstance(fields["task"], str) else fields["task"]:
-        own = {} if isinstance(name, str) else {key: value for key, value in name.items() if key != "task"}
-        title = name if isinstance(name, str) else str(name.get("task", name.get("group")))
+    for name in [given] if isinstance(given, str) else given:
+        own = {"task": name} if isinstance(name, str) else dict(name)
+        title = own.pop("task", own.get("group"))
+        if isinstance(title, list):  # a group inside the file
+            yield from named(path, title)
+            continue
         if title not in known:
             what = f"the group names {title!r}, which is not there"
             why = f"no file in {path.parent} is called so, as a task, a group or a tag"
@@ -111,7 +119,10 @@ def function(marked: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(made)
     except ImportError as error:
-        raise MissingExtra(str(error.name), f"the task's {file.name}", "throughline[eval]") from error
+        wanted = error.name or str(error)
+        raise MissingExtra(wanted, f"the task's {file.name}", "throughline[eval]") from error
+    except Exception as error:  # of whatever it loads
+        raise WrongUse("the task's Python file cannot be run", where=file, why=str(error)[:300]) from error
     if not hasattr(made, name):
         fix = "give the files of one release"
         raise WrongUse(f"the task's Python file has no {name!r}", where=file, fix=fix)
@@ -183,12 +194,28 @@ class HarnessChoices(MultipleChoice):
         return super().item(form)
 
 
-def by_function(
-    kind: type[Kind], process: Callable[..., Mapping[str, Any]], sums: Mapping[str, Any]
-) -> type[Kind]:
-    """The kind with a task's own function (process_results) in the place of its outcomes. `sums`: metric -> its own
-    function over all outcomes, where it has one.
-    """
+class HarnessWritten(GenerateUntil):
+    """Text that the model writes, whose filters may be Python: the task's, or one of the harness's own."""
+
+    def step(self, step: Step, answer: Any, item: Item) -> Any:
+        given = dict(step.mapping_dict)
+        if step.function != "take_first" or not given:
+            return super().step(step, answer, item)
+        made = filter_of(given.pop("function"))(**given)
+        ((answer, *_),) = made.apply([[answer]], [dict(item.data)])
+        return answer
+
+
+def filter_of(name: str) -> Any:
+    """The class of a filter that a value names; None for a name that the harness does not know."""
+    if name.startswith(CALL):
+        return function(name)
+    return extra("lm_eval.filters", f"the harness's filter {name}", "eval").filter_registry.get(name, None)
+
+
+def by_function(kind: type[Kind], process: Callable[..., Any], ways: Mapping[str, str]) -> type[Kind]:
+    """Outcomes by a task's own function in a kind's place. `ways`: metric -> "mean", or its own function over all."""
+    sums = {name: function(way) for name, way in ways.items() if way != "mean"}
 
     def outcome(self: Kind, item: Item, found: Sequence[Any]) -> Outcome:
         results = list(found)
@@ -200,7 +227,7 @@ def by_function(
 
     def metric(self: Kind, name: str) -> Metric:
         if name not in sums:
-            return kind.metric(self, name)
+            return Metric(mean, mean=True) if name in ways else kind.metric(self, name)
         own = sums[name]
 
         def summed(rows: np.ndarray) -> np.ndarray:
@@ -230,10 +257,10 @@ class HarnessTask(BoundTask):
     @property
     def kind(self) -> Kind:
         kind = KINDS[self.task.kind]
-        kind = HarnessChoices if kind is MultipleChoice else kind
+        kind = {MultipleChoice: HarnessChoices, GenerateUntil: HarnessWritten}.get(kind, kind)
         if process := self.calls.get("process_results"):
-            sums = {key.partition(":")[2]: function(name) for key, name in self.calls.items() if ":" in key}
-            kind = by_function(kind, function(process), sums)
+            ways = {key.partition(":")[2]: way for key, way in self.calls.items() if ":" in key}
+            kind = by_function(kind, function(process), ways)
         return kind(self.task, self.name, HarnessForm)
 
     @property

@@ -1,6 +1,4 @@
-"""`--harness-task FILE`: lm-evaluation-harness's own task and group files become each a `Task`; what has no words in
-one is refused by the name of its field.
-"""
+"""`--harness-task FILE`: lm-evaluation-harness's files become `Task`s; what has no words in one is refused by field."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +9,7 @@ from ...core.errors import WrongUse
 from ...core.recipe import build_recipe
 from ..task import KINDS, BoundTask
 from ..task_file import Matching, Step, Task
-from .files import CALL, Fields, HarnessTask, files_by_name, function, members, read_fields
+from .files import CALL, Fields, HarnessTask, files_by_name, filter_of, function, members, named, read_fields
 
 # Fields that decide nothing here: names, notes, what only the harness's own program reads.
 SILENT = (
@@ -55,9 +53,12 @@ def _groups(path: Path, fields: Fields) -> Iterator[tuple[str, tuple[set[str], b
     if listed := fields.get("aggregate_metric_list"):
         given = [listed] if isinstance(listed, Mapping) else listed
         by_record = all(one.get("weight_by_size", True) for one in given)
-        yield str(fields["group"]), ({str(one["task"]) for _, one in members(path)}, by_record)
+        yield str(fields["group"]), ({str(one["task"]) for _, one in named(path, fields["task"])}, by_record)
     for name in [fields["task"]] if isinstance(fields["task"], str) else fields["task"]:
-        for file in files_by_name(path.parent.resolve()).get(name, ()) if isinstance(name, str) else ():
+        if not isinstance(name, str):
+            yield from _groups(path, name)
+            continue
+        for file in files_by_name(path.parent.resolve()).get(name, ()):
             yield from _groups(file, read_fields(file))
 
 
@@ -195,6 +196,8 @@ class _Reading:
                 if not own:
                     raise self.refuse(f"metric_list: {name}.aggregation", "it is a function")
                 self.call(f"aggregation:{name}", way)
+            elif own and entry.get("aggregation") == "mean":
+                self.calls[f"aggregation:{name}"] = way
             elif way not in SUMS.split():
                 known = f"known: {SUMS.replace(' ', ', ')}"
                 raise self.refuse(f"metric_list: {name}.aggregation {way!r}", known)
@@ -228,11 +231,15 @@ class _Reading:
 
     def step(self, given: Fields) -> Fields:
         name = str(given.get("function"))
+        given = {key: value for key, value in given.items() if value is not None}
         known = Step.model_fields["function"].annotation.__args__  # type: ignore[union-attr]
-        if name not in known:
-            shown = name.removeprefix(CALL).rpartition("/")[2]
-            raise self.refuse(f"filter_list: {shown}", f"known: {', '.join(known)}")
-        return {key: value for key, value in given.items() if value is not None}
+        if name in known:
+            return given
+        if name.startswith(CALL):
+            self.call("filter_list", name)
+        elif filter_of(name) is None:
+            raise self.refuse(f"filter_list: {name}", "the harness has no filter of that name")
+        return {"function": "take_first", "mapping_dict": given}
 
 
 def _patterns(places: Sequence[str], name: str | None, split: str) -> list[str]:

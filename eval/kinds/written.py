@@ -52,11 +52,15 @@ class GenerateUntil(Kind):
         for name, chain in self.task.filters.items() or [(PLAIN, [])]:
             answer = found[0]
             for step in chain:
-                answer = STEPS[step.function](step, answer)
+                answer = self.step(step, answer, item)
             suffix = "" if name == PLAIN else f",{name}"
             values = self.of_answer(item, str(answer))
             made |= {metric + suffix: [value] for metric, value in values.items()}
         return made
+
+    def step(self, step: Step, answer: Any, item: Item) -> Any:
+        """What one filter makes of an answer."""
+        return STEPS[step.function](step, answer)
 
     def of_answer(self, item: Item, answer: str) -> dict[str, float]:
         """Every metric of an answer that its filters have made ready; the best of the accepted answers counts."""

@@ -72,6 +72,7 @@ PLAIN: dict[str, Any] = {
         "input": f"not {bool(n % 2)} is",
         "target": str(not n % 2),
     },
+    "mmlu/flan_cot_zeroshot/mmlu_anatomy.yaml": _mmlu,
     "xnli/xnli_en.yaml": _nli,
     "xnli/xnli_de.yaml": _nli,
     "xstorycloze/default_en.yaml": _story,
@@ -144,6 +145,21 @@ CODE: dict[str, Any] = {
         "problem": f"What is {n}?",
         "solution": f"It is $\\boxed{{{n}}}$.",
         "answer": str(n),
+    },
+    "bbh/zeroshot/date_understanding.yaml": lambda n: {
+        "input": f"Is it {n}?\nOptions:\n(A) yes\n(B) no {n}",
+        "target": f"({'AB'[n % 2]})",
+    },
+    "bbh/zeroshot/web_of_lies.yaml": lambda n: {
+        "input": f"Does Ann {n} lie?",
+        "target": ["Yes", "No"][n % 2],
+    },
+    "super_glue/record/default.yaml": lambda n: {
+        "idx": {"passage": n, "query": n},
+        "passage": f"Ann {n} met Bob. @highlight They left.",
+        "query": f"@placeholder met {n} others",
+        "entities": [f"Ann {n}", "Bob"],
+        "answers": [f"Ann {n}"],
     },
     "super_glue/wsc/default.yaml": lambda n: {
         "text": f"Mark {n} told Pete many lies about himself , which Pete included in his book .",

@@ -32,6 +32,9 @@ def test_paired_tests() -> None:
     assert (found["low"], found["high"]) == pytest.approx((0.2 - spread, 0.2 + spread), abs=0.02)
     tenths = np.arange(50)[:, None] / 500
     assert paired_test("brier_score", tenths, tenths + 0.3 + tenths / 9)["better"] == "first", "the lower one"
+    for metric in ("f1", "f1_words"):  # of a task's own function, and of words: one number of each record
+        found = paired_test(metric, [[1.0], [0.5], [0.0]], [[1.0], [1.0], [0.0]])
+        assert found["second"] == pytest.approx(2 / 3) and found["difference"] == pytest.approx(1 / 6)
     followed = paired_test("inst_level_strict_acc", [[1.0, 2.0], [0.0, 2.0]], [[2.0, 2.0], [0.0, 2.0]])
     assert followed["difference"] == followed["second"] - followed["first"] == 0.25, "of an instruction"
     for metric, one, other in (
