@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..core.backend import AUTO, BackendOptions
 from ..core.errors import WrongUse, extra
@@ -178,8 +177,9 @@ def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str,
     if test and all(row.keys() >= PAIR for row in test):
         texts = [row[key] for key in ("sentence1", "sentence2") for row in test]
         first, second = np.split(embed_texts(path, texts, options, truncate=True), 2)
-        scores = np.array([float(row["score"]) for row in test])
-        return {"spearman": spearman((first * second).sum(axis=1), scores), "n": len(test)}
+        cosines, scores = (first * second).sum(axis=1), [float(row["score"]) for row in test]
+        ranked = extra("scipy.stats", "--embeddings", "search").spearmanr(cosines, scores)
+        return {"spearman": float(ranked.statistic), "n": len(test)}
     if train and test and all(row.keys() >= LABELLED for row in rows):
         names = {name: number for number, name in enumerate(sorted({str(row["label"]) for row in train}))}
         vectors = embed_texts(path, [row["text"] for row in rows], options, truncate=True)
@@ -189,41 +189,14 @@ def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str,
     raise WrongUse("no folder in MTEB's form", where=folder, fix=fix)
 
 
-def spearman(one: np.ndarray, other: np.ndarray) -> float:
-    """Correlation of the ranks; equals have their mean rank."""
-
-    def ranks(values: np.ndarray) -> np.ndarray:
-        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-        return (np.cumsum(count) - (count - 1) / 2)[place]
-
-    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
-
-
 def classified(vectors_NH: np.ndarray, labels_N: np.ndarray, known: int) -> float:
     """Mean accuracy behind the first `known` rows over DRAWS training sets of them, drawn as MTEB draws."""
+    regression = extra("sklearn.linear_model", "classification by embeddings", "search").LogisticRegression
     order, found = np.arange(known), []
     for _ in range(DRAWS):
         np.random.RandomState(42).shuffle(order)  # one permutation, again and again
         drawn = [order[labels_N[order] == label][:EXAMPLES] for label in range(labels_N.max() + 1)]
         picked = np.concatenate(drawn)
-        answers = regression(vectors_NH[picked], labels_N[picked], vectors_NH[known:])
-        found.append((answers == labels_N[known:]).mean())
+        fitted = regression(max_iter=100).fit(vectors_NH[picked], labels_N[picked])
+        found.append((fitted.predict(vectors_NH[known:]) == labels_N[known:]).mean())
     return float(np.mean(found))
-
-
-def regression(known_NH: np.ndarray, labels_N: np.ndarray, asked_MH: np.ndarray) -> np.ndarray:
-    """The labels (M,) by logistic regression with the penalty of scikit-learn (C = 1; two labels have one weight)."""
-    known, labels = torch.from_numpy(known_NH).double(), torch.from_numpy(labels_N)
-    classes = labels_N.max() + 1
-    weight, bias = (torch.zeros(*size, classes).double().requires_grad_() for size in ((known.shape[1],), ()))
-    descent = torch.optim.LBFGS([weight, bias], 1, 500, line_search_fn="strong_wolfe")
-
-    def loss() -> torch.Tensor:
-        descent.zero_grad()
-        error = torch.nn.functional.cross_entropy(known @ weight + bias, labels, reduction="sum")
-        total = error + weight.square().sum() * (1.0 if classes == 2 else 0.5)
-        total.backward()
-        return total
-
-    descent.step(loss)
-    return (asked_MH @ weight.detach().numpy() + bias.detach().numpy()).argmax(axis=1)

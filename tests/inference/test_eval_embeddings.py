@@ -1,4 +1,4 @@
-"""Scores of embeddings: correlation and classification against libraries, and both by the command line."""
+"""Scores of embeddings: MTEB's draws, both forms of a folder by the command line, and the package mteb itself."""
 
 import json
 from pathlib import Path
@@ -7,40 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 from throughline.cli.main import main
 from throughline.core.backend import BackendOptions
-from throughline.eval.search import classified, of_embeddings, regression, spearman
+from throughline.eval.search import classified, of_embeddings
 from throughline.inference.serving.offline import embed_texts
 
 DRAW = np.random.default_rng(0)
 
 
-def test_the_correlation_of_ranks_is_scipy_s() -> None:
-    """Also where values are equal."""
-    for most in (3, 10, 1000):
-        one, other = DRAW.integers(0, most, 50), DRAW.random(50).round(1)
-        assert spearman(one, other) == pytest.approx(spearmanr(one, other).statistic, abs=1e-12)
-
-
 @pytest.mark.parametrize("labels", [2, 5])
-def test_the_regression_is_scikit_learn_s(labels: int) -> None:
-    """Two labels have one column of weights there, more have one each; the mean is over MTEB's ten draws."""
+def test_classification_is_the_mean_over_ten_draws(labels: int) -> None:
+    """Eight rows a label of one permutation that is shuffled again and again, as MTEB draws."""
     middle = DRAW.normal(size=(labels, 12))
     right = DRAW.integers(0, labels, 300)
     rows = middle[right] + DRAW.normal(size=(300, 12))
     rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-    theirs = LogisticRegression(max_iter=1000, tol=1e-10).fit(rows[:100], right[:100])
-    assert (regression(rows[:100], right[:100], rows[100:]) == theirs.predict(rows[100:])).all()
-
     order, scores = np.arange(100), []
     for _ in range(10):
         np.random.RandomState(42).shuffle(order)
         drawn = [place for label in range(labels) for place in [i for i in order if right[i] == label][:8]]
-        exact = rows.astype(float)  # in fp32 scikit-learn stops where an answer near a border may be another
-        fitted = LogisticRegression(max_iter=1000, tol=1e-10).fit(exact[drawn], right[drawn])
-        scores.append(fitted.score(exact[100:], right[100:]))
+        fitted = LogisticRegression(max_iter=100).fit(rows[drawn], right[drawn])
+        scores.append(fitted.score(rows[100:], right[100:]))
     assert classified(rows, right, 100) == pytest.approx(np.mean(scores))
 
 
@@ -121,5 +109,4 @@ def test_both_scores_are_those_of_the_package_mteb(bert_dir: Path, tmp_path: Pat
     train, test = rows[:100], rows[100:]
     ours = of_embeddings(bert_dir, write(tmp_path / "labels", train=train, test=test), BackendOptions())
     theirs = scored(AbsTaskClassification, "Classification", "accuracy", train=train, test=test)
-    # of 600 answers one or two near a border may differ: its regression stops earlier, and in fp32
-    assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=2.5 / 600)
+    assert ours["accuracy"] == pytest.approx(theirs["accuracy"])
