@@ -5,10 +5,13 @@ side by side.
     benchmarks/results/eval-parity.json]
 
 Two GPT-2s (4 layers of 128, a vocabulary of 4,096 and 512 positions): one with random weights, one trained on
-novels for 600 steps; and a Llama of these sizes with random weights, for 34 of the harness's task files by records of
-their form that hold ARC's sentences. The harness runs its own task files (through tests/eval/harness.py) with its
-`hf` model in float32. All tasks whose data lie below SHARED: 27 with the paradigms of BLiMP. A task that stands in the
-JSON file is not scored again, so that the hour this takes may be spent in pieces: after `--minutes` no
+novels for 600 steps, which `throughline finetune` has also taught to answer ARC's questions (six tasks); a Llama of
+these sizes with random weights, for 37 of the harness's task files by records of their form that hold ARC's sentences
+(not ReCoRD's, whose file imports what transformers no longer has); and a BERT trained for 60 steps. The harness runs
+its own task files (through tests/eval/harness.py) with its `hf` model in
+float32. It has no pseudo-log-likelihoods: those of the BERT are compared with transformers' BertForMaskedLM, one
+forward for each masked token. All tasks whose data lie below SHARED: 27 with the paradigms of BLiMP. A task that stands
+in the JSON file is not scored again, so that the hour this takes may be spent in pieces: after `--minutes` no
 further task is begun, and `--models` keeps the models for the next piece. WikiText is compared per document.
 
 The exit code is 1 when a task is missing or differs: an accuracy or a written answer at all, another metric by 1e-4
@@ -22,6 +25,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,8 +40,11 @@ from eval import beside_tests, measure, score
 
 HERE = Path(__file__).parent
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 4096, "n_positions": 512}
-STEPS = {"random": 0, "trained": 600, "llama": 0}
+STEPS = {"random": 0, "trained": 600, "tuned": 600, "llama": 0, "bert": 60}
 FORMS = "llama"  # the model that is asked the harness's files
+MASKED = ("copa", "openbookqa", "sst2", "blimp_wh_island", "winogrande")  # what the BERT is asked
+MASKED_RECORDS = 100
+TUNED = ("arc_challenge", "blimp_wh_island", "copa", "openbookqa", "piqa", "sst2")
 LONG = {"n_positions": 4096, "llama": True}  # their answers may have 2,048 tokens
 FORM_RECORDS = 16  # of each such file
 NOVELS, CHARACTERS = 12, 400_000  # text of the tokenizer and of the training: the first of so many novels
@@ -51,10 +59,32 @@ def make_model(folder: Path, shared: Path, weights: str) -> Path:
     import torch
 
     torch.set_num_threads(1)
+    if weights == "tuned":
+        return tuned(folder, make_model(folder.with_name("trained"), shared, "trained"), shared)
     novels = sorted((shared / "data" / "novels").glob("*.bz2"))[:NOVELS]
     texts = [bz2.decompress(novel.read_bytes()).decode()[:CHARACTERS] for novel in novels]
+    text = "".join(texts)
+    if weights == "bert":
+        vocabulary = shared / "data" / "bert-base-uncased" / "vocab.txt"
+        return beside_tests("small").small_bert(folder, text, vocabulary, steps=STEPS[weights])
     shape = SHAPE | (LONG if weights == FORMS else {})
-    return beside_tests("small").small_model(folder, "".join(texts), steps=STEPS[weights], **shape)
+    return beside_tests("small").small_model(folder, text, steps=STEPS[weights], **shape)
+
+
+def tuned(folder: Path, start: Path, shared: Path) -> Path:
+    """The model at `start`, fine-tuned for an epoch on questions of ARC with their answers."""
+    records = folder.with_name("answers.jsonl")
+    asked = map(json.loads, (shared / "data" / "arc" / "arc_easy.jsonl").read_text().splitlines())
+    pairs = ({"prompt": row["query"], "response": " " + row["choices"][row["gold"]]} for row in asked)
+    records.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    command = [sys.executable, "-m", "throughline.cli.main", "finetune", "finetune-instruction"]
+    command += ["--init-from", str(start), "--out", str(folder)]
+    fields = {"data.train": records, "train.epochs": 1, "optimizer.learning_rate": 1e-3}
+    for name, value in (fields | {"train.compile": "off", "train.sequence_length": 256}).items():
+        command += ["--set", f"{name}={value}"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    shutil.copy(start / "tokenizer_config.json", folder)
+    return folder
 
 
 def asked(shared: Path) -> dict[str, dict[str, list[Any]]]:
@@ -64,15 +94,20 @@ def asked(shared: Path) -> dict[str, dict[str, list[Any]]]:
     records = beside_tests("hub").records(shared, None)
     sentences = [row["question"] for row in records["arc_challenge"]]
     made = beside_tests("harness_records")
-    forms = {name: made.told(name, FORM_RECORDS, sentences) for name in made.FILES}
-    return {weights: forms if weights == FORMS else records for weights in STEPS}
+    names = (name for name in made.FILES if "record" not in name)
+    forms = {name: made.told(name, FORM_RECORDS, sentences) for name in names}
+    own = {FORMS: forms, "bert": {name: records[name][:MASKED_RECORDS] for name in MASKED}}
+    own["tuned"] = {name: records[name] for name in TUNED}
+    return {weights: own.get(weights, records) for weights in STEPS}
 
 
 def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str, Any]:
     """One task by both, each in a process of its own; a file of the harness, whose records are few, in this one."""
     one = score if task.endswith(".yaml") else measure
     (folder / f"{task.replace('/', '_')}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ours, theirs = (one(side, task, model, folder, BATCH) for side in ("ours", "theirs"))
+    ours = one("ours", task, model, folder, BATCH)
+    masked = model.name == "bert"
+    theirs = one_mask_at_a_time(task, rows, model) if masked else one("theirs", task, model, folder, BATCH)
     if task.startswith("wikitext"):  # a document's windows against its sum
         ours["answers"] = [[sum(windows)] for windows in ours["answers"]]
     both = [
@@ -87,6 +122,38 @@ def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str,
     }
     spent = [round(ours["cpu_s"], 2), round(theirs["cpu_s"], 2)]
     return {"records": len(rows)} | judged(task, both, metrics) | {"cpu_s_ours_theirs": spent}
+
+
+def one_mask_at_a_time(task: str, rows: list[Any], model: Path) -> dict[str, Any]:
+    """The pseudo-log-likelihoods of the harness's prompts by transformers, and the accuracy of their arg-max."""
+    import torch
+    from transformers import BertForMaskedLM, PreTrainedTokenizerFast
+
+    start = time.process_time()
+    bert = BertForMaskedLM.from_pretrained(model).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    with tempfile.TemporaryDirectory() as name:
+        asked = beside_tests("harness").requests(Path(name), {task: rows})[task]
+    inner = {number for word, number in tokenizer.get_vocab().items() if word.startswith("##")}
+
+    @torch.inference_mode()
+    def logprob(context: str, rest: str) -> float:
+        before, whole = (tokenizer(text).input_ids[:-1] for text in (context, context + rest))
+        whole.append(tokenizer.sep_token_id)
+        total = 0.0
+        for place in range(len(before), len(whole) - 1):
+            ids, end = list(whole), place + 1
+            while whole[end] in inner:  # later pieces of its word
+                end += 1
+            ids[place:end] = [tokenizer.mask_token_id] * (end - place)
+            logits = bert(torch.tensor([ids])).logits[0, place]
+            total += float(torch.log_softmax(logits, -1)[whole[place]])
+        return total
+
+    answers = [[logprob(*pair) for pair in one["arguments"]] for one in asked]
+    right = [max(range(len(sums)), key=sums.__getitem__) == one["gold"] for sums, one in zip(answers, asked)]
+    spent = time.process_time() - start
+    return {"answers": answers, "metrics": {"acc": sum(right) / len(right)}, "cpu_s": spent}
 
 
 def judged(task: str, both: list[tuple[Any, Any]], metrics: dict[str, list[float]]) -> dict[str, Any]:
