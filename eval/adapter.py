@@ -101,10 +101,12 @@ class ThroughlineLM(LM):
         found = [""] * len(requests)
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
         for number, request in enumerate(requests):
-            if request.args[1].get("do_sample") and float(request.args[1].get("temperature", 1)) > 0:
-                why, fix = f"task {request.task_name} samples its answers", "set do_sample to false for it"
+            how = request.args[1]
+            sampled = how.get("do_sample") and float(how.get("temperature", 1)) > 0
+            if sampled or int(how.get("num_beams", 1)) > 1:
+                why, fix = f"task {request.task_name} samples or searches", "take do_sample and num_beams out"
                 raise WrongUse("answers are greedy here", where="generation_kwargs", why=why, fix=fix)
-            most, until = request.args[1].get("max_gen_toks", 256), request.args[1].get("until") or ()
+            most, until = how.get("max_gen_toks", 256), how.get("until") or ()
             stops = (until,) if isinstance(until, str) else tuple(until)
             alike.setdefault((stops, most), []).append(number)
         for (until, most), mine in alike.items():

@@ -12,11 +12,11 @@ from ..core.scorer import Ids, Written
 from ..inference.runtimes.sampling import GREEDY
 from ..inference.serving.generation import Job
 from ..inference.serving.slots import SlotBatch, answer
-from .scoring import Predicted, Tree
+from .scoring import MaskedRows, Predicted, Ranked, Tree
 
 BATCH_TOKENS = 1024
 SLOTS = 16  # texts written at a time
-LOGITS = 1 << 25  # numbers asked for at a time: 128 MiB
+LOGITS = 1 << 24  # numbers asked for at a time: 64 MiB, and once more of what is asked
 
 
 class BackendReader:
@@ -64,11 +64,10 @@ class BackendTrees(BackendReader):
             limits = Limits(self.backend.limits.rows, LOGITS // self.vocab_size)
             for batch in batches(spans, lambda one: one[0].asked, limits, packed=True):
                 logits_NV = self.backend.step([span for span, _, _ in batch], cache)
-                done = 0
-                for span, asked, first in batch:
-                    mine = on_host(logits_NV[done : done + span.asked])[lines[asked] - first]
-                    logprobs[asked], greedy[asked] = predicted(mine, targets[asked])
-                    done += span.asked
+                done = np.cumsum([0, *(span.asked for span, _, _ in batch)])
+                places = [lines[asked] - first + at for (_, asked, first), at in zip(batch, done)]
+                mine = np.concatenate([asked for _, asked, _ in batch])
+                logprobs[mine], greedy[mine] = predicted(logits_NV[np.concatenate(places)], targets[mine])
 
         read(prefixes)
         for number, tree in reversed(list(enumerate(trees))):
@@ -84,16 +83,9 @@ class BackendRows(BackendReader):
 
     backend: EncoderBackend
 
-    def predict(
-        self,
-        lines: np.ndarray,
-        owner: np.ndarray,
-        places: np.ndarray,
-        targets: np.ndarray,
-        batch_tokens: int,
-        ranks: bool,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def predict(self, asked: MaskedRows, batch_tokens: int, ranks: bool) -> Ranked:
         """See `ModuleRows.predict`; the last bits may depend on what shares a batch."""
+        lines, owner, places, targets = asked
         begins = np.searchsorted(owner, np.arange(len(lines) + 1))
         most = int(np.diff(begins).max())  # asked of one line
         found = []
@@ -103,9 +95,9 @@ class BackendRows(BackendReader):
             part = slice(begins[first], begins[first + len(ids)])
             line = owner[part] - first
             nth = np.arange(part.start, part.stop) - begins[owner[part]]
-            asked = np.zeros((len(ids), most), np.int64)
-            asked[line, nth] = places[part]
-            out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), asked)
+            wanted = np.zeros((len(ids), most), np.int64)
+            wanted[line, nth] = places[part]
+            out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), wanted)
             logits_TV = out["mlm_logits"][line, nth]
             chosen_T1 = logits_TV[np.arange(len(line)), targets[part]][:, None]
             above = (logits_TV > chosen_T1).sum(axis=1) if ranks else np.zeros(len(line), np.int64)
@@ -116,8 +108,8 @@ class BackendRows(BackendReader):
 
 def predicted(logits_TV: np.ndarray, targets: np.ndarray) -> Predicted:
     """Of each target (T,): log-probability, and whether it is the arg-max."""
-    norm = log_sum(logits_TV)[:, 0]
-    return logits_TV[np.arange(len(targets)), targets] - norm, logits_TV.argmax(axis=1) == targets
+    logprobs = logits_TV[np.arange(len(targets)), targets] - log_sum(logits_TV)[:, 0]
+    return on_host(logprobs), on_host(logits_TV.argmax(axis=1)) == targets
 
 
 class _Checked:

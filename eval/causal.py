@@ -33,10 +33,6 @@ class CausalScorer(BatchedScorer):
         if bos and tokenizer.bos_id is None:
             raise WrongUse("the tokenizer has no BOS token", fix="evaluate without --bos")
         self.bos: Ids = (tokenizer.bos_id,) if bos else ()
-        if tokenizer.vocab_size > self.reader.vocab_size:
-            why = f"it has {tokenizer.vocab_size:,} tokens, the model predicts {self.reader.vocab_size:,}"
-            fix = "give the tokenizer that the model was trained with"
-            raise WrongUse("the tokenizer does not belong to the model", why=why, fix=fix)
         recipe = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
         super().__init__(self.reader, tokenizer, recipe, **how)
 

@@ -47,6 +47,7 @@ class MaskedScorer(BatchedScorer):
     """Scores with a BERT, a module or a backend. `window` counts [CLS] and [SEP]; `how`: see `BatchedScorer`."""
 
     bos: Ids = ()
+    roles = ("cls", "sep", "mask")
 
     def __init__(
         self,
@@ -58,23 +59,16 @@ class MaskedScorer(BatchedScorer):
         **how: Any,
     ) -> None:
         self.reader = ModuleRows(model) if isinstance(model, BERT) else BackendRows(model)
-        vocab_size, longest = self.reader.vocab_size, min(window or self.reader.context, self.reader.context)
-        missing = [role for role in ("cls", "sep", "mask") if getattr(tokenizer, f"{role}_id") is None]
-        if missing or tokenizer.vocab_size > vocab_size:
-            sizes = f"it has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}"
-            why = f"it lacks {', '.join(missing)}" if missing else sizes
-            fix = "give the tokenizer that the model was trained with"
-            raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix=fix)
-        assert pll in PLL, pll
+        longest = min(window or self.reader.context, self.reader.context)
         self.whole_words = pll == "within_word_l2r"
         self.window = longest - 2
         if self.window < 1:
             why = f"[CLS] and [SEP] take two of its {longest} tokens"
             raise WrongUse("the window has no room for a text", why=why, fix="give a --window of 3 or more")
-        self.inner = np.zeros(vocab_size, bool)  # pieces that continue a word
-        self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
         recipe = {"scorer": f"masked, {pll}{self.reader.name}", "window": longest}
         super().__init__(self.reader, tokenizer, recipe, **how)
+        self.inner = np.zeros(self.reader.vocab_size, bool)  # pieces that continue a word
+        self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
 
     @property
     def prefix(self) -> int:
@@ -160,8 +154,8 @@ class MaskedScorer(BatchedScorer):
             places = np.concatenate([row.asked for row in rows])
             targets = np.concatenate([row.targets for row in rows])
             ranks = any(row.given for row in rows)  # of a cloze question the answer's rank counts
-            asked = lines, owner, places, targets, self.batch_tokens, ranks
-            logprobs, greedy, above = self.reader.predict(*asked)
+            asked = lines, owner, places, targets
+            logprobs, greedy, above = self.reader.predict(asked, self.batch_tokens, ranks)
             done = 0
             for number, row in zip(group, rows):
                 part = slice(done, done + len(row.asked))

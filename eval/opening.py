@@ -60,17 +60,15 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         fix = "put the tokenizer.json that it was trained with into its directory"
         raise WrongUse("the model has no tokenizer", where=path, why=why, fix=fix)
     tokenizer = Tokenizer.load(file)
-    _check_tokenizer(tokenizer, loaded.config.vocab_size, file)
+    if tokenizer.vocab_size < LEAST_SHARE * loaded.config.vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {loaded.config.vocab_size:,}"
+        warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
     module: Any = None if kind else loaded.backend.model
     if hasattr(module, "encoder"):
         why = f"its head is {module.head.kind}"
         raise WrongUse("this BERT has no masked-word head to score with", where=path, why=why)
     own = {"identity": loaded.input.hash, "chat": open_chat(options, file.parent, tokenizer, loaded.family)}
     scorer = scorer_of(module or loaded.backend, loaded.family, tokenizer, options, **own)
-    if options.window is not None and options.window > (longest := scorer.recipe["window"]):
-        warn(f"--window {options.window:,} is longer than the model's {longest:,} tokens, which are used")
-    if loaded.family != "bert" and options.pll != ScorerOptions.pll:
-        warn("--pll says how a BERT is scored, and this is a GPT: it changes nothing")
     return_freed_memory()  # scoring would come on top of it
     step = re.fullmatch(r"step-(\d+)", Path(loaded.input.path).name)
     return Opened(scorer, loaded.family, loaded.input, int(step[1]) if step else None, module, tokenizer)
@@ -81,15 +79,24 @@ def scorer_of(
 ) -> Scorer:
     """The scorer of a module or a backend, by its family or by what makes one; `own`: see `BatchedScorer`."""
     common = {key: getattr(options, key) for key in ("window", "batch_tokens", "keep_tokens")} | own
+    made: Any
     if kind == "bert":
         from .masked import MaskedScorer
 
-        return MaskedScorer(model, tokenizer, pll=options.pll, **common)
-    from .causal import CausalScorer
+        made, ignored = MaskedScorer, "--bos" if options.bos is not None else ""
+        common["pll"] = options.pll
+    else:
+        from .causal import CausalScorer
 
-    made = CausalScorer if kind == "gpt" else kind
-    bos = tokenizer.puts_bos if options.bos is None else options.bos
-    return made(model, tokenizer, bos=bos, **common)
+        made = CausalScorer if kind == "gpt" else kind
+        ignored = "--pll" if options.pll != ScorerOptions.pll else ""
+        common["bos"] = tokenizer.puts_bos if options.bos is None else options.bos
+    scorer: Scorer = made(model, tokenizer, **common)
+    if ignored:
+        warn(f"{ignored} says how a {'GPT' if kind == 'bert' else 'BERT'} is scored: here it changes nothing")
+    if options.window is not None and options.window > (longest := scorer.recipe["window"]):
+        warn(f"--window {options.window:,} is longer than the model's {longest:,} tokens, which are used")
+    return scorer
 
 
 def open_chat(options: ScorerOptions, directory: Path, tokenizer: Any, family: str = "gpt") -> Any:
@@ -132,17 +139,6 @@ def own_gpu(device: str, auto: bool = True) -> str:
     from ..train.parallel.mesh import own_device
 
     return str(own_device(torch.device("cuda")))
-
-
-def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
-    """Raises WrongUse when the model cannot predict all tokens; says a much smaller vocabulary: another model's?"""
-    sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {vocab_size:,}"
-    if tokenizer.vocab_size > vocab_size:
-        what = "the tokenizer does not belong to the model"
-        fix = "put the tokenizer.json that the model was trained with in its place"
-        raise WrongUse(what, where=file, why=f"it has {sizes}", fix=fix)
-    if tokenizer.vocab_size < LEAST_SHARE * vocab_size:
-        warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
 
 
 def checkpoints_of(run: Path | str) -> list[Path]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core.backend import Limits, batches
-from ..core.errors import Failed
+from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.hardware import return_freed_memory
 from ..core.scorer import Ids, Question, Score, Scored, check_question, common
@@ -31,6 +31,8 @@ RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's
 
 
 Predicted = tuple[np.ndarray, np.ndarray]  # of each target: log-probability, whether it is the arg-max
+Ranked = tuple[np.ndarray, np.ndarray, np.ndarray]  # and how many tokens are more probable
+MaskedRows = tuple[np.ndarray, ...]  # lines (L, S); of each target (T,) its line, its place there, its id
 
 
 class Reader(Protocol):
@@ -94,6 +96,7 @@ class BatchedScorer:
 
     window: int
     mask: Any
+    roles: tuple[str, ...] = ()  # of special tokens that it cannot do without
 
     def __init__(
         self,
@@ -106,6 +109,12 @@ class BatchedScorer:
         keep_tokens: bool = False,
         chat: Any = None,
     ) -> None:
+        missing = [role for role in self.roles if getattr(tokenizer, f"{role}_id") is None]
+        if missing or tokenizer.vocab_size > reader.vocab_size:
+            sizes = f"{tokenizer.vocab_size:,} tokens, the model predicts {reader.vocab_size:,}"
+            why = f"it lacks {', '.join(missing)}" if missing else f"it has {sizes}"
+            fix = "give the tokenizer.json that the model was trained with"
+            raise WrongUse("the tokenizer does not belong to the model", why=why, fix=fix)
         self.tokenizer, self.keep_tokens, self.chat = tokenizer, keep_tokens, chat
         self.batch_tokens = batch_tokens or reader.batch_tokens
         self.recipe = recipe | {"dtype": reader.dtype}

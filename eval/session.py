@@ -14,7 +14,7 @@ from .contamination import contaminated, open_searched
 from .endpoint import open_endpoint
 from .harness.reader import read_harness_task
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
-from .report import check_place, lines_of, summaries, write_scores
+from .report import check_place, lines_of, rows_of, write_scores
 from .runner import Ranks, evaluate, group_means, join_ranks
 from .task import KINDS, BoundTask, find_tasks
 
@@ -105,9 +105,7 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         return None
     rows: list[tuple[Any, ...]] = []
     for found in history:
-        for summary in summaries(found):
-            for name, metric in summary["metrics"].items():
-                rows.append((found["step"], summary["task"], name, metric["value"], metric["stderr"]))
+        rows += [(found["step"], *row[:2], *row[3:5]) for row in rows_of(found)]
         rows += [(found["step"], "validation", *figure, None) for figure in found["validation"].items()]
     last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
     lines = table(("step", "task", "metric", "value", "stderr"), rows)
@@ -217,7 +215,9 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
             continue  # the texts of two equal models may part at a near tie
         worst[task] = 0.0
         for one, other in zip(first.samples, second.samples, strict=True):
-            for a, b in zip(_token_logprobs(one), _token_logprobs(other), strict=True):
+            packed = ([part for answer in sample["answers"] for part in answer] for sample in (one, other))
+            values = ([value for part in parts for value in part[4]] for parts in packed)
+            for a, b in zip(*values, strict=True):
                 difference = abs(a - b)
                 if not difference <= bound:  # a NaN is refused too
                     what = "the two forms of the model do not predict the same"
@@ -227,7 +227,3 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
                 worst[task] = max(worst[task], difference)
     said = [score.summary for score in theirs]
     return {"path": name, "bound": bound, "largest_difference": worst, "scores": said}
-
-
-def _token_logprobs(sample: dict[str, Any]) -> list[float]:
-    return [value for answer in sample["answers"] for packed in answer for value in packed[4]]

@@ -54,7 +54,8 @@ class MultipleChoice(Kind):
         found = {name: [float(np.argmax(values) in correct)] for name, values in picks.items()}
         labels = [float(item.gold), float(np.argmax(sums))]
         likely = np.exp(sums - sums.max()) / np.exp(sums - sums.max()).sum()
-        right = np.isin(np.arange(len(sums)), correct)
+        right = np.zeros(len(sums), bool)
+        right[list(correct)] = True
         found["exact_match"] = [float(any(scores[choice].greedy for choice in correct))]
         found["brier_score"] = [float(((likely - right) ** 2).sum())]
         found["share_right"] = [float(likely[right].sum())]

@@ -49,6 +49,30 @@ def small_model(folder: Path, text: str, *, steps: int, llama: bool = False, **s
     return folder
 
 
+def small_bert(folder: Path, text: str, vocabulary: Path, *, steps: int) -> Path:
+    """A BERT of 4 layers of 128 with this vocabulary, trained to name 15 % of the tokens behind masks."""
+    from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+
+    tokenizer = BertTokenizerFast(vocab=str(vocabulary))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+    model = BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    ids = torch.tensor(tokenizer(text[:400_000], add_special_tokens=False).input_ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        rows = ids[torch.randint(len(ids) - BATCH[1], (BATCH[0], 1)) + torch.arange(BATCH[1])]
+        hidden = torch.rand(rows.shape) < 0.15
+        loss = model(
+            rows.masked_fill(hidden, tokenizer.mask_token_id), labels=rows.masked_fill(~hidden, -100)
+        ).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def train(model: Any, ids: torch.Tensor, steps: int) -> None:
     """Some steps of AdamW on random rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

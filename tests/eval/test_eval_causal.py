@@ -8,9 +8,10 @@ import pytest
 import torch
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
+from throughline.eval import module_reader
 from throughline.eval.causal import CausalScorer
 from throughline.eval.items import Item
-from throughline.eval.module_reader import ModuleTrees, token_logprobs
+from throughline.eval.module_reader import Head, ModuleTrees, token_logprobs
 from throughline.eval.opening import ScorerOptions, open_scorer
 from throughline.eval.scoring import plant
 from throughline.eval.task import find_tasks
@@ -117,13 +118,42 @@ def test_solved_examples_are_read_once(gpt, windowed_gpt, gpt2_tokenizer, monkey
         wanted = answers(scorer, alone)
         reads.clear()
         found = answers(scorer, behind)
-        assert reads.count(3) == len(trunks - {()}) < reads.count(2)
+        assert reads.count(4) == len(trunks - {()}) < reads.count(3)
         for index, scores in wanted.items():
             for a, b in zip(scores, found[index], strict=True):
                 np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-4, rtol=0)
         for index, question in enumerate(behind):
             other = CausalScorer(model, gpt2_tokenizer, keep_tokens=True, batch_tokens=10_000)
             assert answers(other, [question])[0] == found[index]
+
+
+def test_a_gpu_attends_to_all_questions_of_a_batch_in_one_call(
+    gpt, windowed_gpt, gpt2_tokenizer, monkeypatch
+) -> None:
+    """Rows filled up to the longest give what trees one after another give, behind shared examples too, and every layer
+    launches one kernel a batch (and one for the examples).
+    """
+    shown = "Q: is water wet?\nA: yes\n\n"
+    calls, real = [], module_reader.scaled_dot_product
+    monkeypatch.setattr(
+        module_reader, "scaled_dot_product", lambda *a, **how: (calls.append(1), real(*a, **how))[1]
+    )
+    for model in (gpt, windowed_gpt):
+        for before in ("", shown):
+            texts = [[(before + context, rest) for context, rest in pairs] for pairs in QUESTIONS[:3]]
+            scorer = CausalScorer(model, gpt2_tokenizer, keep_tokens=True, batch_tokens=10_000)
+            questions = scorer.encode(texts, [len(before)] * len(texts))
+            wanted = answers(scorer, questions)
+            scorer.reader.together, scorer.reader.trunk = True, ((), [])
+            calls.clear()
+            found = answers(scorer, questions)
+            passes = len({question.trunk for question in questions}) + len(
+                {q.trunk for q in questions} - {()}
+            )
+            assert len(calls) == passes * model.config.layers
+            for index, scores in wanted.items():
+                for a, b in zip(scores, found[index], strict=True):
+                    np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_backend_scores_like_the_module(gpt, gpt2_tokenizer) -> None:
@@ -193,7 +223,8 @@ def test_a_tie_is_greedy_for_the_first_token_only() -> None:
     weight[[7, 1500, 2900], 0] = 1.0  # three equal logits, in three pieces of the vocabulary
     hidden = torch.tensor([[1.0, 0, 0, 0]])
     targets = np.array([7, 1500, 2900, 8])
-    logprobs, greedy, above = token_logprobs(weight, None, hidden, np.zeros(4, np.int64), targets, ranks=True)
+    head = Head(weight, None)
+    logprobs, greedy, above = token_logprobs(head, hidden, np.zeros(4, np.int64), targets, ranks=True)
     assert greedy.tolist() == [True, False, False, False]
     assert above.tolist() == [0, 0, 0, 3]
     np.testing.assert_allclose(
@@ -258,11 +289,11 @@ def test_solved_examples_that_memory_ended_in_are_read_again(
     questions = scorer.encode(texts, [len(shown)] * 3)
     wanted, real, failing = answers(scorer, questions), ModuleTrees.hidden, [True]
 
-    def hidden(reader: ModuleTrees, trees: Any, keep: Any = None) -> torch.Tensor:
+    def hidden(reader: ModuleTrees, trees: Any, lines: Any, keep: Any = None) -> torch.Tensor:
         if keep and failing.pop() if failing else False:
             keep(())
             too_much_for_cuda()
-        return real(reader, trees, keep)
+        return real(reader, trees, lines, keep)
 
     monkeypatch.setattr(ModuleTrees, "hidden", hidden)
     assert answers(CausalScorer(small_gpt, gpt2_tokenizer), questions) == wanted and not failing

@@ -52,7 +52,7 @@ LAYOUTS = {
 
 
 def test_a_run_of_any_layout_scores_as_one_process_does(samples: Path, tmp_path: Path) -> None:
-    """The curves of a run on 2 and 4 processes: in float64 to the bit, in bf16 from masters in fp32 too, since the
+    """The curves of a run on 2 and 4 processes, to the bit in fp64, fp32 and, from fp32 masters, bf16, since the
     first process scores the masters whole.
     """
     text = (samples / "tinyshakespeare" / "input.txt").read_text()[:50_000]
@@ -72,7 +72,7 @@ def test_a_run_of_any_layout_scores_as_one_process_does(samples: Path, tmp_path:
         ranks.wait()
 
     warm()
-    for precision in ("fp64", "bf16"):
+    for precision in ("fp64", "fp32", "bf16"):
         scores = {}
         for name, layout in {"alone": Layout(), **LAYOUTS}.items():
             case = Case("", layout, precision=precision, model={"vocab_size": 304, "sequence_length": 64})

@@ -11,6 +11,7 @@ from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
 from throughline.eval.kinds.masks import hidden
 from throughline.eval.masked import MaskedScorer
+from throughline.eval.opening import ScorerOptions, scorer_of
 from throughline.eval.runner import evaluate
 from throughline.eval.task import find_tasks
 
@@ -210,11 +211,17 @@ def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tok
         evaluate(CausalScorer(gpt, gpt2_tokenizer), [task], Settings(data_dir=tmp_path))
 
 
+def test_an_option_of_a_gpt_is_said_to_change_nothing(bert, bert_tokenizer, capsys) -> None:
+    scorer_of(bert, "bert", bert_tokenizer, ScorerOptions(bos=True, window=4096))
+    said = capsys.readouterr().err
+    assert "--bos" in said and "--window 4,096 is longer" in said
+
+
 def test_wrong_tokenizer_and_generation_are_refused(
     bert, gpt2_tokenizer, bert_tokenizer, samples, tmp_path, monkeypatch
 ) -> None:
     """Also before the other tasks of the same command are scored, and a window without room."""
-    with pytest.raises(WrongUse, match="does not belong to a BERT"):
+    with pytest.raises(WrongUse, match="does not belong to the model"):
         MaskedScorer(bert, gpt2_tokenizer)
     with pytest.raises(WrongUse, match="cannot write"):
         next(MaskedScorer(bert, bert_tokenizer).generate(["x"], [], 3))
