@@ -184,7 +184,8 @@ def write_judged(export: Export, options: GraphOptions) -> int:
         backend = parity.OptimumCausal(open_session(graph, device=export.device), config)
     else:
         backend = on_our_terms(run_graph(graph, config, BackendOptions(export.device)), export, options)
-    bounds, bad_node = parity.BOUNDS[options.precision], partial(first_bad_node, graph, config)
+    bounds = parity.with_experts(parity.BOUNDS[options.precision], config)
+    bad_node = partial(first_bad_node, graph, config)
     judge(export, export.reference(pooling), backend, bounds, "the ONNX graph", bad_node=bad_node)
     layers, operators = probe(opened.model.to("cpu"), graph, config)
     fused = check_fusion(operators, config, options)

@@ -84,9 +84,7 @@ def export_gguf(export: Export, precision: GGUFPrecision = "f16") -> None:
     length = min(LENGTH, config.sequence_length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
     cases = [parity.Case(f"{TEXTS} x {length}", ids, np.full(TEXTS, length))]
-    # near ties of a router fall either way: the divergence judges
-    bounds = replace(BOUNDS[precision], error=1.0) if getattr(config, "experts", 0) else BOUNDS[precision]
-    judge(export, reference, backend, bounds, "llama.cpp", cases)
+    judge(export, reference, backend, parity.with_experts(BOUNDS[precision], config), "llama.cpp", cases)
 
 
 def uncut(config: ModelConfig) -> ModelConfig:

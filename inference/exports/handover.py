@@ -23,7 +23,7 @@ from ...models.config import GPTConfig
 from ...models.huggingface import load_huggingface, to_huggingface
 from ...models.sentence import embeds
 from ..graphs.graph_options import GraphOptions, Pooling
-from ..graphs.parity import BOUNDS, reference_of
+from ..graphs.parity import BOUNDS, reference_of, with_experts
 from ..runtimes.source import find_model
 from .export import Export, copy_tokenizer, exports, judge, write_json, write_judged
 from .export_engine import BATCHES, compiled
@@ -58,7 +58,8 @@ def export_huggingface(export: Export, pooling: Pooling | None = None, precision
     write_json(folder / "config.json", fields | ids)
     read_back = load_huggingface(folder).to(export.device)
     backend = reference_of(read_back, export.tokenizer, export.opened.input).backend
-    judge(export, export.reference(), backend, BOUNDS[precision], "the Hugging Face directory")
+    bounds = with_experts(BOUNDS[precision], config)
+    judge(export, export.reference(), backend, bounds, "the Hugging Face directory")
     export.report["conditions"] = conditions(folder, fields | ids)
     export.draft.facts |= {"architecture": fields["architectures"][0], "precision": precision}
 

@@ -56,6 +56,15 @@ BOUNDS = {
 }
 
 
+def with_experts(bounds: Bounds, config: Any) -> Bounds:
+    """Where products round, near ties of a router fall either way: of experts the divergence judges."""
+    if not getattr(config, "experts", 0) or bounds.error <= BOUNDS["fp32"].error:
+        return bounds
+    return dataclasses.replace(
+        bounds, error=1.0, sweep_kl=1e-2 if bounds.sweep_kl == np.inf else bounds.sweep_kl
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One shape of the sweep."""

@@ -24,7 +24,7 @@ from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused
 from throughline.inference.exports.export import write_graph
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.parity import compare, require
+from throughline.inference.graphs.parity import BOUNDS, compare, require, with_experts
 from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.torch_backend import run_module
 from throughline.models.config import ModelConfig
@@ -102,6 +102,24 @@ def test_experts_equal_the_module(switches: dict, variant: str, tmp_path: Path) 
     assert report["greedy_tokens"] == {"equal": 76, "asked": 76}
     operators = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
     assert ("MoE" in operators) == (variant == "onnxruntime")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_that_round_are_judged_by_the_divergence(wrong: bool, tmp_path: Path) -> None:
+    """A near tie of a router falls the other way in fp16 and is far from torch; so is an expert with a wrong matrix, in
+    every text.
+    """
+    model = opinionated_model(dataclasses.replace(GPT, **LLAMA, **EXPERTS))
+    graph = build(model.config).eval()
+    graph.load_state_dict(model.state_dict())
+    if wrong:
+        graph.blocks["1"].mlp.experts.down.data[3].neg_()
+    found = exported(graph, tmp_path, GraphOptions("cuda", "fp16"))
+    bounds = with_experts(BOUNDS["fp16"], model.config)
+    assert (bounds.error, bounds.sweep_kl) == (1.0, 1e-2) and with_experts(BOUNDS["fp16"], GPT) == BOUNDS[
+        "fp16"
+    ]
+    assert compare(run_module(model, None, NOWHERE), found, bounds)["passed"] != wrong
 
 
 @pytest.mark.parametrize(
