@@ -12,6 +12,7 @@ several; the nearest counts.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ NDCG_AT, RECALL_AT = 10, (5, 10, 100)
 QRELS = ("query-id", "corpus-id", "score")
 WEIGHTS = tuple(share / 20 for share in range(21))  # of the embeddings, that queries choose from
 WORDS, VECTORS, BOTH = "words (BM25)", "embeddings", "both"
-PAIR, LABELLED = {"sentence1", "sentence2", "score"}, {"text", "label"}  # fields of MTEB's records
+NUMBER = r"[-+]?\d*\.?\d+(e[-+]?\d+)?"
 DRAWS, EXAMPLES = 10, 8  # of a classification: training sets, and texts of a label in each
 Scores = Callable[[str], np.ndarray]  # of a query, over the documents
 
@@ -168,24 +169,32 @@ def score(
 
 
 def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str, Any]:
-    """MTEB's score of the model at `path` on a folder whose `test` has PAIR, or whose `test` and `train` have LABELLED:
-    Spearman's correlation of cosines and scores, or accuracy. Raises WrongUse for a folder of neither form.
+    """MTEB's score of the model at `path` on a folder whose `test` has pairs of sentences, or whose `test` and `train`
+    have labelled texts: Spearman's correlation of cosines and scores, or accuracy. Raises WrongUse for neither.
     """
+
+    def have(rows: list[dict[str, Any]], *names: str) -> bool:
+        return bool(rows) and all(isinstance(row.get(name), str) for row in rows for name in names)
+
     found = [find_files([f"{split}[.-]*"], folder) for split in ("train", "test")]
     train, test = ([record.data for record in read_records(files)] if files else [] for files in found)
     rows = [*train, *test]
-    if test and all(row.keys() >= PAIR for row in test):
+    given = {str(row.get("score")) for row in test}
+    numbers = len(given) > 1 and all(re.fullmatch(NUMBER, one) for one in given)
+    if numbers and have(test, "sentence1", "sentence2"):
         texts = [row[key] for key in ("sentence1", "sentence2") for row in test]
         first, second = np.split(embed_texts(path, texts, options, truncate=True), 2)
         cosines, scores = (first * second).sum(axis=1), [float(row["score"]) for row in test]
         ranked = extra("scipy.stats", "--embeddings", "search").spearmanr(cosines, scores)
         return {"spearman": float(ranked.statistic), "n": len(test)}
-    if train and test and all(row.keys() >= LABELLED for row in rows):
+    several = len({str(row.get("label")) for row in train}) > 1 and all("label" in row for row in rows)
+    if several and have(train, "text") and have(test, "text"):
         names = {name: number for number, name in enumerate(sorted({str(row["label"]) for row in train}))}
         vectors = embed_texts(path, [row["text"] for row in rows], options, truncate=True)
         labels = np.array([names.get(str(row["label"]), -1) for row in rows])
         return {"accuracy": classified(vectors, labels, len(train)), "n": len(test)}
-    fix = "give test.jsonl of sentence1, sentence2, score, or train.jsonl and test.jsonl of text, label"
+    fix = "give test.jsonl of texts sentence1 and sentence2 and numbers score that differ, "
+    fix += "or train.jsonl and test.jsonl of texts text, of more than one label"
     raise WrongUse("no folder in MTEB's form", where=folder, fix=fix)
 
 

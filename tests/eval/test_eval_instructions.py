@@ -9,6 +9,7 @@ import pytest
 from throughline.core.errors import MissingExtra, WrongUse
 from throughline.data.records import Record
 from throughline.eval.harness.reader import read_harness_task
+from throughline.eval.items import Item
 from throughline.eval.kinds import instructions
 from throughline.eval.metrics import aggregate
 from throughline.eval.task import find_tasks
@@ -125,6 +126,21 @@ def test_the_four_scores_are_the_harness_s(monkeypatch: pytest.MonkeyPatch, tmp_
             value, error = aggregate(bound.kind.metric(name), found[name])
             assert value == pytest.approx(theirs.aggregation()[name](wanted[name]), abs=1e-12), name
             assert error is not None and 0 < error < 0.2
+
+
+def test_shares_are_of_answers_and_of_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one answer followed whole and one of whose three instructions two are followed."""
+    told = iter([(True, [True]), (False, [True, False, True])])
+
+    def judged(*_: Any) -> dict[str, Any]:
+        whole, each = next(told)
+        return {"prompt_level_strict_acc": whole, "inst_level_strict_acc": each}
+
+    monkeypatch.setattr(instructions, "followed", lambda: judged)
+    kind = find_tasks(["ifeval"])[0].kind
+    outcomes = [kind.outcome(Item("x:1", (("", ""),)), ["answer"]) for _ in range(2)]
+    for name, share in (("prompt_level_strict_acc", 1 / 2), ("inst_level_strict_acc", 3 / 4)):
+        assert aggregate(kind.metric(name), [outcome[name] for outcome in outcomes])[0] == share
 
 
 def test_a_missing_library_is_named_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from throughline.core.errors import Failed, WrongUse
@@ -62,6 +64,14 @@ def test_scores_through_a_server_equal_the_directorys(
         for out in ("here", "there")
     ]
     assert texts[0] == texts[1]
+
+
+def test_a_long_text_loses_its_beginning() -> None:
+    """Eight are read, and the last one is predicted alone, as of a directory."""
+    reader = SimpleNamespace(of_prompt=lambda ids, last: (ids, last))
+    scorer: Any = SimpleNamespace(window=8, reader=reader, of_tokens=lambda *found: found)
+    assert endpoint.EndpointScorer._pair_score(scorer, tuple(range(10)), (10, 11)) == (tuple(range(3, 12)), 2)
+    assert endpoint.EndpointScorer._pair_score(scorer, (0, 1), (2,)) == ((0, 1, 2), 1)
 
 
 @pytest.mark.parametrize(

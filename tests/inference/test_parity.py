@@ -13,6 +13,7 @@ from throughline.inference.graphs.parity import (
     BOUNDS,
     Tally,
     compare_scores,
+    summarise,
     sweep,
 )
 
@@ -77,6 +78,17 @@ def test_one_near_tie_of_a_short_case_is_allowed_and_two_are_not(rows: int) -> N
         tally = Tally(True)
         tally.add(ours[:rows], theirs[:rows])
         assert tally.row("case", "logits", BOUNDS["fp32"])["passed"] == (min(flipped, rows) == 1)
+
+
+def test_an_output_s_line_is_its_worst() -> None:
+    """Of two cases, one of which fails; of NaN it is NaN."""
+    good, bad = (
+        {"passed": p, "top1_agreement": t, "max_abs": m}
+        for p, t, m in ((True, 1.0, 0.1), (False, 0.5, np.nan))
+    )
+    for rows in ([good, bad], [bad, good]):
+        told = summarise(rows)
+        assert (told["passed"], told["top1_agreement"]) == (False, 0.5) and np.isnan(told["max_abs"])
 
 
 def test_divergence_is_torchs() -> None:

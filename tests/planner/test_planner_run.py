@@ -108,6 +108,9 @@ def test_optimizers_have_their_own_times_and_states() -> None:
     plain = find_software("throughline", "bf16")
     adamw, lamb, muon = (plain.with_optimizer(name, CONFIG) for name in ("adamw", "lamb", "muon"))
     assert adamw == plain and lamb.optimizer_bytes == plain.optimizer_bytes + 8
+    averaged = plain.with_optimizer("adamw", CONFIG, averages=True)
+    assert averaged.precision.moments == plain.precision.moments + 4  # beside the two moments
+    assert averaged.optimizer_bytes == plain.optimizer_bytes + 12  # read, written, and their weights read
     square = CONFIG.layers * CONFIG.block_matrix_parameters()
     kept = 4 * (2 - square / CONFIG.parameter_count())
     assert muon.precision.moments == pytest.approx(kept) and muon.precision.moments < 8
