@@ -122,7 +122,8 @@ class Reader:
 
 def longer(why: str, where: str) -> WrongUse:
     """What is said of a text that the model cannot read whole."""
-    return WrongUse("the text is longer than the model's context", where=where, why=why, fix="split the text")
+    fix = 'split the text; embeddings and rankings cut it where a request has "truncate": true'
+    return WrongUse("the text is longer than the model's context", where=where, why=why, fix=fix)
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:

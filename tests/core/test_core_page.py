@@ -64,9 +64,11 @@ def test_a_browser_draws_it_without_overflow(tmp_path: Path, width: int, theme: 
         Chart("constant", [("", [(1, 0.0), (2, 0.0)])]),
     ]
     table = Part("table", header=[f"column {i}" for i in range(15)], rows=[[12345.678] * 15] * 3)
+    figures = Part("load", header=["between p99 ms"] * 12, rows=[[12345.678] * 12])  # as bench serve's
     bars = [Bar("a_task_with_a_long_name_indeed", 0.4, 0.3, 0.5, 0.25)]
     html = page(
-        "a/very/long/path/" + "x" * 90, [Part("curves", charts=charts), table, Part("bars", bars=bars)]
+        "a/very/long/path/" + "x" * 90,
+        [Part("curves", charts=charts), table, figures, Part("bars", bars=bars)],
     )
     (tmp_path / "page.html").write_text(html)
     with sync_api.sync_playwright() as driver:
@@ -80,6 +82,10 @@ def test_a_browser_draws_it_without_overflow(tmp_path: Path, width: int, theme: 
         tab.goto((tmp_path / "page.html").as_uri())
         tab.wait_for_selector(".uplot canvas")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        wide = tab.evaluate(
+            "[...document.querySelectorAll('.wide')].map(box => box.scrollWidth - box.clientWidth)"
+        )
+        assert width < 1280 or wide[1] <= 0, "a table of twelve figures is cut"
         boxes = tab.evaluate(
             "[...document.querySelectorAll('.plot')].map(p => [p.clientWidth, p.querySelector('.uplot').offsetWidth])"
         )
