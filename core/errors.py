@@ -65,8 +65,7 @@ def beside(path: Path, otherwise: str = "") -> str:
 
 def download_hint(path: Path) -> str:
     """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
-    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    ours = path.parts[:1] == ("runs",) or path.suffix in (".pt", ".gguf", ".onnx")
+    ours = path.parts[:1] == ("runs",) or ".." in path.parts or path.suffix in (".pt", ".gguf", ".onnx")
     if ours or path.is_absolute() or len(path.parts) > 2:
         return ""
     return f"; a model of the hub is downloaded first: hf download {path} --local-dir {path.name}"

@@ -16,6 +16,7 @@ from throughline.inference.exports.export import export_onnx
 from throughline.inference.exports.handover import export_huggingface
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import open_model
+from throughline.train.checkpoints.run_directory import locate
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +112,19 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path: Path, files: dict[str, 
 
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("Qwen/Qwen3-0.6B", True), ("bert-base-uncased", True), ("runs/my-gpt", False), ("/models/gpt2", False)],
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("bert-base-uncased", True),
+        ("runs/my-gpt", False),
+        ("/models/gpt2", False),
+        ("../gpt2", False),
+    ],
 )
 def test_a_name_of_the_hub_is_answered_with_its_download(name: str, asked: bool) -> None:
-    for path in (name, Path(name).absolute()):  # as a recipe resolves the weights that it begins with
+    for opened in (
+        lambda: open_model(name),
+        lambda: locate(Path(name).absolute()),
+    ):  # of a recipe's init_from
         with pytest.raises(WrongUse) as refused:
-            open_model(path)
+            opened()
         assert (f"hf download {name} --local-dir" in refused.value.fix) == asked

@@ -1,5 +1,6 @@
 """The directory of a run: whose it is, which recipe may go on in it, which of its checkpoints is whole."""
 
+import os
 import re
 import shutil
 import time
@@ -194,7 +195,7 @@ def locate(path: Path | str) -> Path:
     if is_artifact(path) and read_manifest(path).kind == "checkpoint":
         return path
     if not path.exists():
-        fix = f"check the spelling; runs are under runs/{download_hint(path)}"
+        fix = f"check the spelling; runs are under runs/{download_hint(Path(os.path.relpath(path)))}"
         raise WrongUse("no such run or checkpoint", where=path, fix=fix)
     what = "neither a run with a checkpoint nor a checkpoint"
     why = "it has no checkpoints/latest and no manifest"
