@@ -93,6 +93,7 @@ def test_a_checkpoint_cut_in_half_is_refused(trained_run: Path, tmp_path: Path) 
         ({"manifest.json": "tokens"}, "artifact of kind tokens"),
         ({"manifest.json": "tokenizer"}, "artifact of kind tokenizer"),
         ({"adapter_config.json": "{}"}, "merge it first"),
+        ({"recipe.toml": "", "metrics.jsonl": ""}, "no checkpoint yet"),
         ({}, "it is empty"),
     ],
 )

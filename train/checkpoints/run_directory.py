@@ -205,6 +205,8 @@ def locate(path: Path | str) -> Path:
     elif (path / "adapter_config.json").is_file():
         what, why = "this is an adapter (LoRA), not a model", "it changes the weights of another directory"
         fix = "merge it first: merge_and_unload() and save_pretrained() of peft"
+    elif (path / "recipe.toml").is_file():
+        what, why, fix = "this run has no checkpoint yet", "", "give the command that began it again"
     elif path.is_dir() and not any(path.iterdir()):
         why = "it is empty"
     raise WrongUse(what, where=path, why=why, fix=fix)
