@@ -30,6 +30,7 @@ import torch
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Refused, extra
+from ...data.gguf import to_gguf
 from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
 from ...models.bert import BERT, BERTWithHead
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
@@ -274,7 +275,7 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
         writer.add_tokenizer_model("none")
         return
     tokenizer = Tokenizer.load(file)
-    model, texts, merges = _vocabulary(tokenizer, file)
+    model, texts, merges = to_gguf(tokenizer, file)
     kinds = [TokenType.NORMAL] * len(texts)
     for token in tokenizer.config.get("added_tokens") or []:
         kinds[token["id"]] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
@@ -299,31 +300,3 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
         ends = [name for name in TURN_ENDS if name in tokenizer.vocab and name in template]
         for name in ends[:1]:
             writer.add_eot_token_id(tokenizer.vocab[name])
-
-
-def _vocabulary(tokenizer: Tokenizer, file: Path) -> tuple[str, list[str], list[str]]:
-    """llama.cpp's name of the tokenizer's kind (byte-level BPE has to have GPT-2's own pattern), the tokens by id, and
-    the merges. Raises Refused for one that it would read otherwise, or not at all.
-    """
-    config = tokenizer.config
-    texts = [f"[UNUSED{i}]" for i in range(tokenizer.vocab_size)]
-    for text, i in tokenizer.vocab.items():
-        texts[i] = text
-    kind, before = config["model"]["type"], config.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
-    plain = [step.get("type") for step in steps] == ["ByteLevel"] and steps[0].get("use_regex", True)
-    if kind == "BPE" and plain:
-        merges = config["model"]["merges"]
-        pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-        return "gpt2", texts, pairs
-    if kind == "WordPiece" and (config.get("normalizer") or {}).get("lowercase") is not False:
-        special = set(tokenizer.special.values())
-        phantom = [
-            text if i in special else text[2:] if text.startswith("##") else "\u2581" + text
-            for i, text in enumerate(texts)
-        ]
-        return "bert", phantom, []
-    what = "a WordPiece with upper case" if kind == "WordPiece" else f"this {kind} tokenizer"
-    why = "of BPE it knows GPT-2's pattern here, and what it reads by WordPiece it puts in lower case: ids would differ"
-    fix = "export to ONNX or Hugging Face, or move tokenizer.json away for a file that takes ids alone"
-    raise Refused(f"llama.cpp does not read {what}", where=file, why=why, fix=fix)

@@ -250,9 +250,11 @@ def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
     if kind != "bert" and (kind, pre) != ("gpt2", "gpt-2"):
         why, fix = f"{kind}, {pre}", "put its tokenizer.json beside the file"
         raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=why, fix=fix)
+    from ...data.gguf import from_gguf
+
     folder = Path(tempfile.mkdtemp(prefix="throughline-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _rebuilt(given, kind).save(str(folder / FILE))
+    from_gguf(given, kind).save(str(folder / FILE))
     texts, roles = given["tokenizer.ggml.tokens"], ROLES | ({"bos": "cls"} if kind == "bert" else {})
     named = {
         f"{role}_token": texts[given[key]]
@@ -262,31 +264,3 @@ def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
     chat = {"chat_template": given.get("tokenizer.chat_template")}
     (folder / CONFIG).write_text(json.dumps(named | chat))
     return folder / FILE
-
-
-def _rebuilt(given: dict[str, Any], kind: str) -> Any:
-    """GPT-2's byte-level BPE, or BERT's WordPiece in lower case, as llama.cpp reads it."""
-    from gguf import TokenType
-    from tokenizers import AddedToken
-    from tokenizers.models import BPE
-
-    from ...data.new_tokenizer import byte_level, wordpiece
-
-    texts, kinds = list(given["tokenizer.ggml.tokens"]), given.get("tokenizer.ggml.token_type", [])
-    kinds = [*kinds, *[TokenType.NORMAL] * (len(texts) - len(kinds))]
-    while texts and kinds[len(texts) - 1] == TokenType.UNUSED:  # padding
-        texts.pop()
-    control, added = (
-        [text for text, kind in zip(texts, kinds) if kind == which]
-        for which in (TokenType.CONTROL, TokenType.USER_DEFINED)
-    )
-    if kind == "gpt2":
-        merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
-        tokenizer = byte_level(BPE({text: i for i, text in enumerate(texts)}, merges))
-    else:
-        plain = [text[1:] if text.startswith("\u2581") else "##" + text for text in texts]
-        vocab = {(text if text in control else plain[i]): i for i, text in enumerate(texts)}
-        tokenizer = wordpiece(vocab, True, texts[given["tokenizer.ggml.unknown_token_id"]])
-    tokenizer.add_special_tokens(control)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
-    return tokenizer

@@ -233,7 +233,7 @@ def test_a_large_model_leaves_in_several_files(
 def test_tokenizers_that_llama_cpp_reads_otherwise(bert_dir: Path, tmp_path: Path) -> None:
     """Case is lost there, so a cased WordPiece is refused; before, ids of text differed and nothing said so."""
     pytest.importorskip("gguf")
-    from throughline.inference.exports.gguf_export import _vocabulary
+    from throughline.data.gguf import to_gguf
 
     tokenizer = Tokenizer.load(bert_dir / "tokenizer.json")
     normalizer = {
@@ -244,10 +244,10 @@ def test_tokenizers_that_llama_cpp_reads_otherwise(bert_dir: Path, tmp_path: Pat
     }
     cased = json.loads(tokenizer.to_json()) | {"normalizer": normalizer | {"lowercase": False}}
     with pytest.raises(Refused, match="a WordPiece with upper case"):
-        _vocabulary(Tokenizer(json.dumps(cased)), tmp_path)
+        to_gguf(Tokenizer(json.dumps(cased)), tmp_path)
     words = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
     with pytest.raises(Refused, match="does not read this WordLevel tokenizer"):
-        _vocabulary(Tokenizer(json.dumps(cased | {"model": words, "added_tokens": []})), tmp_path)
+        to_gguf(Tokenizer(json.dumps(cased | {"model": words, "added_tokens": []})), tmp_path)
 
 
 def test_an_optimum_directory_has_its_config(bert_dir: Path, tmp_path: Path) -> None:
