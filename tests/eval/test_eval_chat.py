@@ -10,7 +10,7 @@ import small
 from throughline.core.errors import WrongUse
 from throughline.data.records import Record
 from throughline.eval.asked import Asked, Settings
-from throughline.eval.items import chat_text
+from throughline.eval.items import Chat, Draw, Item, chat_text, with_examples
 from throughline.eval.opening import ScorerOptions, open_scorer
 from throughline.eval.runner import evaluate
 from throughline.eval.task import BoundTask, find_tasks
@@ -115,6 +115,17 @@ def test_an_answer_ends_where_the_turn_does(chat_model: Path) -> None:
         scorer.chat.ends = (answers[0][3:6],) if ends is None else ends
         answers += [text for batch in scorer.generate([prompt], (), 12) for _, text in batch]
     assert answers[1] == answers[0][: answers[0].index(answers[0][3:6])] != answers[0]
+
+
+def test_a_description_is_the_system_s_turn(chat_model: Path) -> None:
+    (chat_model / "chat_template.jinja").write_text(TURNS)
+    scorer = open_scorer(chat_model, ScorerOptions(apply_chat_template=True)).scorer
+    item, chat = Item("x:1", (("Who?", " me"),), data={"how": "brief"}), Chat(scorer.chat, " ", True)
+    (asked,) = with_examples([item], None, Draw("own", 0), "Be {{how}}.", chat=chat)
+    turns = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert asked.pairs == ((turns, "me"),)
 
 
 @pytest.mark.parametrize("multiturn", [True, False])
