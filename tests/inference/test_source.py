@@ -4,6 +4,7 @@ model.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from throughline.core.artifact import chain, create_artifact
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.exports.export import export_onnx
 from throughline.inference.exports.handover import export_huggingface
+from throughline.inference.runtimes import source
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.runtimes.source import open_model
+from throughline.inference.runtimes.source import find_model, open_model
 from throughline.train.checkpoints.run_directory import locate
 
 
@@ -76,6 +78,23 @@ def test_run_checkpoint_and_exports_are_one_model(trained_run: Path, tmp_path: P
         np.testing.assert_allclose(other, logits[0], atol=1e-4)
     kinds = [item.kind for _, item, unchanged in chain(tmp_path / "onnx") if unchanged]
     assert kinds[0] == "checkpoint" and "tokens" in kinds and "foreign" in kinds  # back to the text
+
+
+def test_a_run_in_sixteen_bits_is_handed_on_in_them(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masters are fp32, in which a processor computes."""
+    kept = source.read_manifest
+
+    def told(path: Path) -> Any:
+        manifest = kept(path)
+        manifest.facts["precision"] = "bf16"
+        return manifest
+
+    monkeypatch.setattr(source, "read_manifest", told)
+    export_huggingface(trained_run, tmp_path / "model")
+    stored = [find_model(path).stored_dtype("cpu") for path in (trained_run, tmp_path / "model")]
+    assert stored == ["fp32", "bf16"]
 
 
 def test_a_checkpoint_cut_in_half_is_refused(trained_run: Path, tmp_path: Path) -> None:

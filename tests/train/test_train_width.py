@@ -99,6 +99,14 @@ def test_blocks_begin_as_nothing(make_plan: Callable[..., RunPlan], optimizer: s
         assert moved == (projection or not name.startswith("blocks.")), name
 
 
+def test_experts_begin_as_nothing_too(make_plan: Callable[..., RunPlan]) -> None:
+    shape = {"experts": 4, "shared_experts": 1, "gated": True, "activation": "silu"}
+    plan = make_plan(model={"zero_projections": True, "overrides": shape})
+    model, ids = build_trainer(plan).engine.stages[0].model, torch.arange(32)[None] % 8
+    with torch.no_grad():
+        assert torch.equal(model.hidden(ids), model.norm(model.embed(ids, torch.arange(32))))
+
+
 def test_zero_projections_are_of_new_weights(make_plan: Callable[..., RunPlan]) -> None:
     with pytest.raises(WrongUse, match="zero_projections"):
         make_plan(model={"zero_projections": True, "init_from": "somewhere"})
