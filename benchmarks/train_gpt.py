@@ -70,13 +70,13 @@ GPT124_ROWS = ((4, 256, 1.3), (1, 1024, 1.2))  # rows, length, goal
 QUICK_SHAPE = {"layers": 1, "width": 64, "heads": 1}  # of gpt124
 
 
-def gpt124(rows: int, length: int) -> dict[str, object]:
+def gpt124(rows: int, length: int, precision: str = "bf16") -> dict[str, object]:
     """Changes of RECIPE for GPT-2 124M, without the number of steps."""
     return {
         "model.preset": "gpt2-124m",
         "train.sequence_length": length,
         "train.batch_rows": rows,
-        "train.precision": PRECISION,
+        "train.precision": precision,
         "train.compile": os.environ.get("GPT124_COMPILE", "off"),
         "optimizer.name": "adamw",
         "data.validation_fraction": 0,
@@ -309,7 +309,7 @@ def gpt124_claims(
     overrides = {f"model.overrides.{key}": value for key, value in shape.items()}
     for rows, length, goal in GPT124_ROWS:
         count = iter(range(1000))
-        base = gpt124(rows, length) | overrides | NO_WARM_UP
+        base = gpt124(rows, length, PRECISION) | overrides | NO_WARM_UP
         base |= {"train.steps": steps, "schedule.decay_steps": steps}
 
         def ours(length=length, base=base, count=count) -> float:
