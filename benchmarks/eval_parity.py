@@ -151,7 +151,9 @@ def one_mask_at_a_time(task: str, rows: list[Any], model: Path) -> dict[str, Any
         return total
 
     answers = [[logprob(*pair) for pair in one["arguments"]] for one in asked]
-    right = [max(range(len(sums)), key=sums.__getitem__) == one["gold"] for sums, one in zip(answers, asked)]
+    golds = [one["gold"] for one in asked]  # a number, or the choice itself
+    golds = [one["choices"].index(gold) if isinstance(gold, str) else gold for one, gold in zip(asked, golds)]
+    right = [max(range(len(sums)), key=sums.__getitem__) == gold for sums, gold in zip(answers, golds)]
     spent = time.process_time() - start
     return {"answers": answers, "metrics": {"acc": sum(right) / len(right)}, "cpu_s": spent}
 
