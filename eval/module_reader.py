@@ -135,7 +135,6 @@ class ModuleRows(ModuleReader):
         at_once = max(1, batch_tokens // lines.shape[1])
         for first in range(0, len(lines), at_once):
             part = lines[first : first + at_once]
-            # whole blocks of lines for the matrix products, as in logits.py: a small batch repeats its rows
             least = -(-whole_blocks(1) // lines.shape[1])
             ids = torch.from_numpy(np.resize(part, (max(len(part), least), lines.shape[1]))).to(self.device)
             here = slice(begins[first], begins[first + len(part)])

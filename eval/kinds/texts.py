@@ -106,9 +106,7 @@ def rolling(ids: Ids, window: int, prefix: int) -> list[Question]:
 
 
 def stream(ids: Ids, window: int, stride: int) -> list[Question]:
-    """Windows over one stream, whose targets are all tokens but the first: the first window's counts whole, of later
-    ones the last `stride` (0: all).
-    """
+    """Windows over one stream; all targets of the first count, of later ones the last `stride` (0: all)."""
     step = min(stride, window) or window
     questions = []
     done = 1
