@@ -79,9 +79,7 @@ class ModuleTrees(ModuleReader):
     @torch.inference_mode()
     @one_kernel()
     def predict(self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray) -> Predicted:
-        """Of the targets (T,) at `lines` (T,) of the trees behind one another: log-probability, and whether it is
-        the arg-max. All have one trunk, which is kept for the next call.
-        """
+        """Of the targets (T,) at `lines` (T,) of trees with one trunk, which is kept for the next call."""
         if (trunk := trees[0].trunk) != self.trunk[0]:
             self.trunk = (), []  # until it is whole: memory may end while it is read
             kept: list[tuple[Tensor, Tensor]] = []
