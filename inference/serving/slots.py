@@ -18,6 +18,7 @@ import numpy as np
 from ...core.backend import CausalBackend, Span, library
 from ...core.console import warn
 from ...core.errors import Failed
+from ...core.scorer import common
 from ..runtimes.sampling import Chooser, beside, choose, probabilities
 from .generation import Draft, Guide, Job, Sequence, TextDelta, TextStream, Token, look_up
 
@@ -54,7 +55,7 @@ class Prefixes:
         # of a small model thousands are kept: those that begin otherwise are passed over by their bytes
         head = ids[:LEAST_PREFIX].astype(np.int64).tobytes()
         like = [key for key in self.kept if key[0] == tenant and key[1].startswith(head)]
-        return {key: common(self.kept[key][0], ids) for key in like}
+        return {key: common((self.kept[key][0], ids)) for key in like}
 
     def keep(self, tenant: str, ids: np.ndarray, cache: Any, row: int) -> None:
         """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
@@ -220,7 +221,7 @@ class SlotBatch:
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""
         reading = [one for one in self._live if one.filling and one.tenant == sequence.tenant]
-        shared = [common(one.job.prompt_ids, sequence.job.prompt_ids[:-1]) - one.past for one in reading]
+        shared = [common((one.job.prompt_ids, sequence.job.prompt_ids[:-1])) - one.past for one in reading]
         return sequence.job.prompt_logprobs is None and max(shared, default=0) >= LEAST_PREFIX
 
     def _reuse(self, sequence: Sequence, row: int) -> None:
@@ -229,7 +230,7 @@ class SlotBatch:
             return
         prompt = np.asarray(sequence.job.prompt_ids)[:-1]
         own = [row for row, other in enumerate(self._live) if other.tenant == sequence.tenant]
-        shared, best = max(((common(self._live[row].held(), prompt), row) for row in own), default=(0, 0))
+        shared, best = max(((common((self._live[row].held(), prompt)), row) for row in own), default=(0, 0))
         kept, saved = self._prefixes.find(sequence.tenant, prompt)
         if max(shared, kept) < LEAST_PREFIX:
             return
@@ -338,13 +339,6 @@ def in_halves(
             if half and ("memory" in said or "allocat" in said):
                 most = half
     return done, failed, most
-
-
-def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two sequences share at their beginning."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
-    return int(differ[0]) if len(differ) else length
 
 
 def answer(

@@ -12,6 +12,7 @@ import torch
 from small_models import opinionated_model, read
 from throughline.core.backend import ALL, BackendOptions, CausalBackend, Span, log_softmax
 from throughline.core.errors import WrongUse
+from throughline.core.scorer import common
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling, choose
@@ -19,7 +20,7 @@ from throughline.inference.runtimes.torch_backend import TorchCausal
 from throughline.inference.serving import slots
 from throughline.inference.serving.channel import Open
 from throughline.inference.serving.generation import Guide, Job, TextDelta, look_up
-from throughline.inference.serving.slots import SlotBatch, common
+from throughline.inference.serving.slots import SlotBatch
 from throughline.inference.serving.worker import open_draft
 from throughline.models.config import GPTConfig
 
@@ -144,7 +145,7 @@ def test_what_begins_otherwise_is_passed_over(
     for prompt in prompts:
         run(batch, Job(prompt, 1))
     compared = []
-    monkeypatch.setattr(slots, "common", lambda one, other: compared.append(len(one)) or common(one, other))
+    monkeypatch.setattr(slots, "common", lambda rows: compared.append(len(rows[0])) or common(rows))
     assert run(batch, Job(prompts[3], 1))[0][0].cached_tokens == 39
     assert compared == [40, 40], "when it began and when it was to be kept"
 
@@ -206,7 +207,7 @@ def test_a_guide_decides_what_may_come(backend: CausalBackend) -> None:
 def test_common_beginnings() -> None:
     cases = ([1, 2, 3], [1, 2, 3], 3), ([1, 2, 3], [1, 2, 4, 5], 2), ([], [1], 0), ([1, 2], [1, 2, 3], 2)
     for one, other, expected in cases:
-        assert common(np.array(one), np.array(other)) == expected
+        assert common((np.array(one), np.array(other))) == expected
 
 
 def test_a_long_row_leaves_no_capacity_behind(gpt_onnx: Path) -> None:
