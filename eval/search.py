@@ -31,7 +31,6 @@ NDCG_AT, RECALL_AT = 10, (5, 10, 100)
 QRELS = ("query-id", "corpus-id", "score")
 WEIGHTS = tuple(share / 20 for share in range(21))  # of the embeddings, that queries choose from
 WORDS, VECTORS, BOTH = "words (BM25)", "embeddings", "both"
-NUMBER = r"[-+]?\d*\.?\d+(e[-+]?\d+)?"
 DRAWS, EXAMPLES = 10, 8  # of a classification: training sets, and texts of a label in each
 Scores = Callable[[str], np.ndarray]  # of a query, over the documents
 
@@ -180,7 +179,7 @@ def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str,
     train, test = ([record.data for record in read_records(files)] if files else [] for files in found)
     rows = [*train, *test]
     given = {str(row.get("score")) for row in test}
-    numbers = len(given) > 1 and all(re.fullmatch(NUMBER, one) for one in given)
+    numbers = len(given) > 1 and all(re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", one) for one in given)
     if numbers and have(test, "sentence1", "sentence2"):
         texts = [row[key] for key in ("sentence1", "sentence2") for row in test]
         first, second = np.split(embed_texts(path, texts, options, truncate=True), 2)
@@ -193,8 +192,7 @@ def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str,
         vectors = embed_texts(path, [row["text"] for row in rows], options, truncate=True)
         labels = np.array([names.get(str(row["label"]), -1) for row in rows])
         return {"accuracy": classified(vectors, labels, len(train)), "n": len(test)}
-    fix = "give test.jsonl of texts sentence1 and sentence2 and numbers score that differ, "
-    fix += "or train.jsonl and test.jsonl of texts text, of more than one label"
+    fix = "give test.jsonl of sentence1, sentence2, scores that differ, or train.jsonl and test.jsonl of text, labels"
     raise WrongUse("no folder in MTEB's form", where=folder, fix=fix)
 
 
