@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -145,3 +146,18 @@ def bounds() -> SimpleNamespace:
     """What no request may go beyond."""
     # 64 MB are the budget of bodies; the tests of memory add nothing to it.
     return SimpleNamespace(blocked_ms=50, peak_mb=300 + 64, health_ms=100)
+
+
+@pytest.fixture(scope="session")
+def server(
+    start: Callable, gpt_onnx: Path, bert_onnx: Path, judge_dir: Path, wide_dirs: Any
+) -> Iterator[Any]:
+    with start(
+        f"gpt={gpt_onnx}",
+        f"bert={bert_onnx}",
+        f"judge={judge_dir}",
+        *map(str, wide_dirs),
+        "--max-tokens",
+        "200",
+    ) as found:
+        yield found
