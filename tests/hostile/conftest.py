@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # the module beside the tests
 INFERENCE = Path(__file__).parents[1] / "inference" / "conftest.py"
 spec = importlib.util.spec_from_file_location("inference_models", INFERENCE)
 models = importlib.util.module_from_spec(spec)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import judged, post
+from hostile_client import judged, post
 
 pytestmark = pytest.mark.slow
 BIG = 3_990_000

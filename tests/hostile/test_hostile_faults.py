@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import JSON, judged, post
+from hostile_client import JSON, judged, post
 
 pytestmark = pytest.mark.slow
 VALID: dict[str, dict[str, Any]] = {
