@@ -17,12 +17,14 @@ from types import ModuleType
 import pytest
 import tokenizers
 from safetensors.torch import save_file
+from throughline.core.backend import BackendOptions, CausalBackend
+from throughline.inference.runtimes.backends import open_backend
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.huggingface import to_huggingface
 from throughline.models.init import build
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).parent))  # small_models.py, which tests import
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside the tests
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, again and again.",
@@ -218,3 +220,12 @@ def ask(
     """Runs an async test body against a server with a GPT in ONNX and in torch, and a BERT."""
     specs = [f"gpt={gpt_onnx}", f"torch={gpt_dir}", f"bert={bert_onnx}"]
     return lambda body, **limits: in_thread.run_with(monkeypatch, specs, body, **limits)
+
+
+@pytest.fixture(scope="module", params=["torch", "onnxruntime"])
+def backend(request, gpt_dir: Path, gpt_onnx: Path) -> CausalBackend:
+    """The same model by torch and by ONNX Runtime."""
+    options = BackendOptions(device="cpu", threads=1)
+    loaded = open_backend(gpt_dir if request.param == "torch" else gpt_onnx, options)
+    assert loaded.causal is not None and loaded.causal.name == request.param
+    return loaded.causal
