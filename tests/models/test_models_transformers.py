@@ -376,29 +376,6 @@ def test_logits_in_float32(name, tmp_path):
         assert (model(ids) - theirs(model, tmp_path)(input_ids=ids).logits).abs().max() < 1e-4
 
 
-def test_old_names_are_understood(tmp_path):
-    """Files of the first releases: no prefix in GPT-2, gamma and beta in BERT, buffers among the weights."""
-    model = scattered(BERT_, dtype=torch.float32)
-    fields, state = to_huggingface(model)
-    old = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
-        for name, value in state.items()
-    }
-    old["bert.embeddings.position_ids"] = torch.arange(24)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    save_file(old, tmp_path / "model.safetensors")
-    assert torch.equal(load_huggingface(tmp_path).mlm_norm.weight, model.mlm_norm.weight)
-
-    gpt = scattered(GPT2, dtype=torch.float32)
-    fields, state = to_huggingface(gpt)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    save_file(
-        {name.removeprefix("transformer."): value for name, value in state.items()},
-        tmp_path / "model.safetensors",
-    )
-    assert torch.equal(load_huggingface(tmp_path).norm.bias, gpt.norm.bias)
-
-
 def test_a_further_tokens_block_of_deepseek_is_read_and_left_out(tmp_path):
     """Layer `num_hidden_layers` of a directory, with the copies of table and head that are published beside it."""
     fields, _ = DECODERS["deepseek-v3"]
