@@ -176,10 +176,8 @@ def _context_rules(layout: Layout, config: ModelConfig, sequence_length: int) ->
     yield sequence_length % parts, "context", text, f"a train.sequence_length that is a multiple of {parts}"
     text = f"dropout {config.dropout:g} of attention needs the whole row in one kernel"
     yield config.dropout, "context", text, "context = 1, or dropout = 0"
-    text, pattern = (
-        "a pattern of attention but a decoder's window needs whole sequences",
-        config.attention_pattern,
-    )
+    text = "a pattern of attention but a decoder's window needs whole sequences"
+    pattern = config.attention_pattern
     unlike = pattern is not None and (isinstance(config, BERTConfig) or not pattern.is_band)
     yield unlike, "context", text, "context = 1, or attention_window = 0"
     yield config.positions == "alibi", "context", "positions = alibi are a bias of whole rows", "context = 1"
