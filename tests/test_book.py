@@ -24,11 +24,17 @@ from walk import SHORT, file_of, script, walk  # noqa: E402
 PAGES = re.search(r"^WALKED := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all pages are walked: what the README's road has made serves those that go on from it."""
+    return tmp_path_factory.mktemp("walk")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run(page: str, place: Path) -> None:
     """From nothing but the repository's samples; `make walk` gives them their own numbers of steps."""
-    walk(page, tmp_path, quick=True)
+    walk(page, place, quick=True)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,6 +15,7 @@ from torch import nn
 from ...core.errors import Refused
 from ...models.config import GPTConfig, ModelConfig
 from ...models.transformer import TransformerConfig
+from ..runtimes.onnx_session import WIDE_SUMS
 from .graph_options import GraphOptions
 from .onnx_blocks import grouped
 from .parity import Tally
@@ -38,6 +39,7 @@ def opened(graph: Path, outputs: Sequence[str]) -> Iterator[tuple[Any, Counter[s
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(optimised)
+    options.add_session_config_entry(*WIDE_SUMS)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS)
     try:
         onnx.save_model(model, str(path))

@@ -65,6 +65,11 @@ def check_version(facts: Mapping[str, Any], where: Path) -> None:
         raise Refused("this graph is for a newer ONNX Runtime", where=where, why=why, fix=fix)
 
 
+# int8 products of AVX2 and of AVX-512 without VNNI add pairs up in 16 bits, beyond which they saturate without a word:
+# there weights become uint8, whose products are added up in 32 bits
+WIDE_SUMS = ("session.x64quantprecision", "1")
+
+
 def open_session(
     path: Path | str, threads: int | None = None, device: str = "cpu", tensorrt: dict[str, str] | None = None
 ) -> Any:
@@ -75,6 +80,7 @@ def open_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0  # 0: one per core
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(*WIDE_SUMS)
     options.log_severity_level = 3  # its warnings are about choices made here on purpose
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=wanted)

@@ -27,6 +27,7 @@ from throughline.inference.graphs.onnx_gpt import gpt_graph
 from throughline.inference.graphs.onnx_writer import BLOCK, Graph, int8_by_output, pack_blocks
 from throughline.inference.graphs.parity import BOUNDS, OptimumCausal, compare, reference_of, require
 from throughline.inference.runtimes.backends import Loaded
+from throughline.inference.runtimes.onnx_session import open_session
 from throughline.models.bert import Head
 from throughline.models.config import GPTConfig
 from throughline.models.init import build_with_head
@@ -258,3 +259,14 @@ def test_nodes_may_have_several_outputs() -> None:
     graph = Graph()
     assert graph.node("Split", "x", out="y", outputs=3) == "y"
     assert list(graph._nodes[0].output) == ["y", "y:1", "y:2"]
+
+
+@pytest.mark.parametrize("variant", ["onnxruntime", "portable"])
+def test_int8_products_of_the_largest_numbers_do_not_saturate(variant: str, tmp_path: Path) -> None:
+    """Pairs of products beyond 16 bits, in which a processor without VNNI adds them up unless it is told otherwise."""
+    graph = Graph(GraphOptions(variant, "int8", ranges={"all": 1.0}))
+    graph.input("x", onnx.TensorProto.FLOAT, ["rows", 64])
+    graph.result(graph.product("x", "all", np.ones((32, 64), np.float32), None), "y", ["rows", 32])
+    graph.save(tmp_path / "graph.onnx", {})
+    (y,) = open_session(tmp_path / "graph.onnx", 1).run(None, {"x": np.ones((4, 64), np.float32)})
+    np.testing.assert_allclose(y, 64, rtol=1e-5)
