@@ -31,7 +31,7 @@ def test_work_and_arrays_arrive_as_they_were() -> None:
     """Every field of a job differs from its default here: one that is not carried shows."""
     sampling = Sampling(0.5, 3, 0.9, 0.1, 1.2, 2**63 - 1, -1.0, 1.5, ((4, -100.0),))
     ids = np.arange(5)
-    job = Job(ids, 9, sampling, ("a", "b"), 2, 3, {"json": {"type": ["object"]}}, 4, True)
+    job = Job(ids, 9, sampling, ("a", "b"), 2, 3, '{"json": {"type": ["object"]}}', 4, True)
     text = Encoding(ids, np.array([1, 3]), 2, ("x",), 5)
     (ask,) = Parts().feed(pack(Ask(6, [job, text])))
     for sent, come in zip((job, text), ask.work, strict=True):
