@@ -144,11 +144,11 @@ class Graph:
         else:
             x = self._rounded(x, name) if options.static else x
             weight_IO, scale_O = int8_by_output(weight_OI)
-            small, zeros = self.weight(f"{name}.int8.T", weight_IO), np.zeros(len(scale_O), np.int8)
+            small, scale = self.weight(f"{name}.int8.T", weight_IO), self.constant(f"{name}.scale", scale_O)
+            # zeros of each weight's own: where int8 becomes uint8, ONNX Runtime makes them anew for each
+            parts = scale, self.weight(f"{name}.zero", np.zeros(len(scale_O), np.int8))
             if not options.static:
-                parts = self.weight(f"{name}.scale", scale_O), self.weight(f"{name}.zero", zeros)
                 return self.node("DynamicQuantizeMatMul", x, small, *parts, *bias, domain=CONTRIB)
-            parts = self.constant(f"{name}.scale", scale_O), self.weight(f"zeros_int8_{len(zeros)}", zeros)
             x = self.node("MatMul", x, self.node("DequantizeLinear", small, *parts, axis=1))
         return self.node("Add", x, *bias) if bias else x
 
