@@ -33,10 +33,8 @@ ANSWER_S = 60  # an answer that takes longer than this after the port has closed
 HEADER_S = 15.0  # for a client to send the head of a request
 HEAD_BYTES = 1 << 16  # of the head of a request; what comes in pieces counts twice
 LINE_BYTES = 512  # that each of its lines counts besides
-PIECE_BYTES = (
-    64  # of a body: what its smaller pieces lack of it is bounded, for each costs as much as a large one
-)
-LACKING_BYTES = 1 << 16
+# of a body: what its smaller pieces lack of it is bounded, for each costs as much as a large one
+PIECE_BYTES, LACKING_BYTES = 64, 1 << 13
 PIPELINED = 16  # requests that may come before the first of them is answered
 CONNECTIONS, OWN_FILES = 4096, 64
 BACKLOG = 1024  # connections that one turn of the loop takes up, some 50 us each
