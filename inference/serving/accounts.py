@@ -149,6 +149,7 @@ class Telemetry:
         self.between = seconds("inter_token", "Seconds between two tokens of one answer.")
         self.batch = Histogram("throughline_batch_size", "Rows computed together.", buckets=SIZES, **by_model)
         self.prompt_tokens = Counter("throughline_prompt_tokens", "Tokens read.", **by_model)
+        self.cached_tokens = Counter("throughline_cached_tokens", "Of them, those known before.", **by_model)
         self.made_tokens = Counter("throughline_generated_tokens", "Tokens generated.", **by_model)
         self.gone = Counter("throughline_cancelled", "Answers given up: the client left.", **by_model)
         self.states = {
@@ -173,6 +174,8 @@ class Telemetry:
         now_s = time.monotonic()
         self.of(self.requests, endpoint, str(status)).inc()
         self.of(self.duration, endpoint).observe(now_s - watch.came_s)
+        if watch.cached:
+            watch.of(self.cached_tokens).inc(watch.cached)
         if self.trace is not None:
             self.trace(watch, endpoint, status, said)
         if self._log is None:

@@ -151,6 +151,8 @@ def test_keys_share_beginnings_when_they_may(
             answer = await found.client.post("/v1/completions", json=request, headers=headers)
             told.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert told == [0, 39 if shared else 0]
+        page = (await found.client.get("/metrics", headers=headers)).text
+        assert ('throughline_cached_tokens_total{model="gpt"} 39.0' in page) == shared
 
     limits = {"keys": ("one", "two"), "share_prefixes": shared}
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, **limits)
