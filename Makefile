@@ -17,7 +17,7 @@ help:
 	@echo "make clients        LangChain, LlamaIndex and LiteLLM in an environment of their own, so that their tests run too"
 	@echo "make reproduce      reported results beside what this machine measures, predicts or proves (reproduce-NAME: one)"
 	@echo "make docs           the book as HTML in build/book; a broken link is an error"
-	@echo "make walk           every command of the book's pages, in order; make slow does the same with few steps"
+	@echo "make walk           every command of the book's pages, in order; make slow walks most of them with few steps"
 	@echo "make rehearse       CUDA without a GPU: training, graphs and exports on a null GPU; 1.6 GB to download"
 	@echo "make gpu-check      what needs a CUDA device, in the order of doubt: checks, tests, commands, benchmarks; installs nothing"
 	@echo "make bench          every benchmark against its peers, in an hour (NANOGPT=a nanoGPT checkout, SHARED=shared data)"

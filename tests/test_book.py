@@ -21,6 +21,12 @@ from common import settings  # noqa: E402
 from search import UNTRAINED, bm25, recall  # noqa: E402
 from walk import SHORT, file_of, script, walk  # noqa: E402
 
+LONG = {
+    "options",
+    "layouts",
+    "faults",
+    "evaluation",
+}  # a quarter of an hour together: `make walk` alone walks them
 PAGES = re.search(r"^WALKED := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 
 
@@ -31,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LONG])
 def test_the_commands_of_a_page_run(page: str, place: Path) -> None:
     """From nothing but the repository's samples; `make walk` gives them their own numbers of steps."""
     walk(page, place, quick=True)
