@@ -21,12 +21,8 @@ from common import settings  # noqa: E402
 from search import UNTRAINED, bm25, recall  # noqa: E402
 from walk import SHORT, file_of, script, walk  # noqa: E402
 
-LONG = {
-    "options",
-    "layouts",
-    "faults",
-    "evaluation",
-}  # a quarter of an hour together: `make walk` alone walks them
+# a quarter of an hour together: `make walk` alone walks them
+LONG = {"options", "layouts", "faults", "evaluation"}
 PAGES = re.search(r"^WALKED := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 
 
