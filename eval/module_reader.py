@@ -57,9 +57,8 @@ class ModuleReader:
             self.batch_tokens = whole_blocks(512 if weight.shape[1] < NARROW else 256)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.by = [*programs("torch"), name]
-        self.together = (
-            self.device.type != "cpu"
-        )  # one launch a batch; a CPU gives the same bits in any batch
+        # one launch a batch; a CPU gives the same bits in any batch
+        self.together = self.device.type != "cpu"
 
 
 class ModuleTrees(ModuleReader):
