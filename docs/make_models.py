@@ -78,7 +78,7 @@ Logits and the gradient of every parameter equal those of `transformers` in floa
 row, texts longer than its windows and than what its rope was trained for, read from files that `transformers` wrote and written to files that it reads;
 decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`). The encoders' fine-tuned heads (labels of a text, of
 tokens, spans) are read and written too, with the same logits. The presets of released models are checked against copies of their `config.json`, and
-the names of the weights against the index files of released checkpoints: `tests/models/published_configs.json` and `published_names.json` say where
+the names of the weights against the index files of released checkpoints, or what another public program lists of them: `tests/models/published_configs.json` and `published_names.json` say where
 each was read, and `unsourced` where no copy was found (Pythia 160M, whose sizes are those of its training).
 """
 TAIL = """
@@ -150,7 +150,7 @@ run's own decision), or refused by its name: an unknown field may change the num
    takes a line away. A field of its config class that changes numbers is in `fields`, or in `must` with the values that ours can be.
 3. Its proof: a line of `DECODERS` or `ENCODERS` in `tests/models/test_models_transformers.py`, with other values than the usual ones; `python -m pytest tests/models/test_models_transformers.py -k NAME`
    compares logits, gradients, cached decoding and files, both ways. Until it is there, nothing says that the row is right.
-4. Its names: a line of `tests/models/published_names.json`, from the config.json and the index of weights of a released checkpoint, and where both were read.
+4. Its names: a line of `tests/models/published_names.json`, from the config.json (or a preset) and the index of weights of a released checkpoint, and where both were read.
 5. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until
    `inference/exports/gguf.toml` does (with a line of `FAMILIES` in `tests/inference/test_gguf.py`); a row of `tests/layouts.toml` proves a layout.
 6. This page: a model of it in `SHOWN` or `OTHERS` of `docs/make_models.py`, and `make reference`.

@@ -123,18 +123,30 @@ def test_published_config_files_are_these_presets():
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_weight_names_are_those_of_published_files(kind):
-    """The names in a released checkpoint's index are those that we read, and its bytes are two for each parameter."""
+    """The names in a released checkpoint's index or in a published list are those that we read, and an index says two
+    bytes for each parameter. `source` says where they were read; sizes are a config.json's, or a preset's.
+    """
     file = PUBLISHED[kind]
-    config = read_config(file["config"], dict.fromkeys(file["names"]), kind)
-    assert isinstance(config, GPTConfig)
+    said = file.get("config", {"torch_dtype": "bfloat16"})
+    config = preset(file["preset"]) if "preset" in file else read_config(said, file["names"], kind)
     ours = {theirs for pair in pairs(config, kind) for theirs in pair.theirs}
     whole = families()[kind].names.whole
-    layers, experts = range(config.layers), range(max(config.experts, 1))
-    of_layers = {n.replace(".N.", f".{i}.") for n in file["names"] for i in layers}
-    theirs = {whole(n.replace(".E.", f".{i}.")) for n in of_layers for i in experts}
+    layers, experts, dense = range(config.layers), 1, 0
+    if isinstance(config, GPTConfig) and config.experts:
+        experts, dense = config.experts, config.dense_layers
+    meant = {"N": layers, "D": layers[:dense], "M": layers[dense:], "P": layers[1:], "E": range(experts)}
+    theirs = {whole(name) for name in file["names"]}
+    for letter, numbers in meant.items():
+        at = f".{letter}."
+        theirs = {n.replace(at, f".{i}.") for n in theirs for i in (numbers if at in n else [0])}
     assert ours <= theirs and all(IGNORED.search(name) for name in theirs - ours)
-    if file["config"].get("torch_dtype") in ("bfloat16", "float16") and file["bytes"] and ours == theirs:
+    if said.get("torch_dtype") in ("bfloat16", "float16") and file["bytes"] and ours == theirs:
         assert file["bytes"] == 2 * config.parameter_count()
+
+
+def test_every_family_has_published_names():
+    """But for Megatron-BERT and XLM-RoBERTa, whose tensors are called as those of BERT and RoBERTa are."""
+    assert families().keys() - PUBLISHED.keys() == {"megatron-bert", "xlm-roberta"}
 
 
 def published(shared, name):
