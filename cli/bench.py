@@ -5,10 +5,12 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, replace
 from importlib import metadata
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +18,7 @@ import click
 from ..core import console, hardware
 from ..core.artifact import installed, version
 from ..core.files import write_atomic
+from ..core.page import Bar, Chart, Part, made_here, page
 from .common import FILE, PATH, backend_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from ..train.parallel.rates import Rates
 
 MADE = (16, 256)  # words of a made prompt, and tokens of its answer
+WORTH = 1.1  # times the speed from which another file to keep and a longer start pay
 DEVELOPERS = ("test", "docs", "bench")  # extras that no user needs
 
 
@@ -68,7 +72,7 @@ def latency(
     Example:  throughline bench latency runs/my-gpt my/gpt-onnx
     """
     from ..inference.runtimes.backends import open_backend, runtimes_of
-    from ..inference.runtimes.bench import latency_lines, latency_page, latency_table, verdicts
+    from ..inference.runtimes.bench import latency_table
 
     rows = []
     for path in paths:
@@ -80,6 +84,48 @@ def latency(
         write_atomic(plot, latency_page(rows))
     said = verdicts(rows)
     console.result({"latency": rows, "verdicts": said}, [*console.table(*latency_lines(rows)), *said])
+
+
+def latency_page(rows: list[dict[str, Any]]) -> str:
+    """The medians as bars, and the whole table, as an HTML page."""
+    longest = max(row["p50_ms"] for row in rows)
+    header, cells = latency_lines(rows)
+    bars = []
+    for row in rows:
+        model = f"{row['model']}: " if "model" in header else ""
+        name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
+        bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
+    parts = [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)]
+    return page("Latency", parts, made_here())
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each further model or backend: its speed beside the first one's, by the geometric mean of medians."""
+    timed: dict[tuple[str, str], dict[tuple[Any, ...], float]] = {}
+    for row in rows:
+        case = (row["what"], row["batch"], row["tokens"])
+        timed.setdefault((row.get("model", ""), row["backend"]), {})[case] = row["p50_ms"]
+    (first, before), *others = timed.items()
+    lines = []
+    for one, now in others:
+        if both := [case for case in before if case in now]:
+            speed = geometric_mean(before[case] / now[case] for case in both)
+            name = one[1] if one[1] != first[1] else one[0]
+            verdict = "" if speed >= WORTH else ": not worth it here"
+            lines.append(f"{name} has {speed:.2f} times the speed of {first[1]}{verdict}")
+    return lines
+
+
+def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Header and cells of the table for people."""
+    titles = {key: key for key in ("backend", "what", "batch", "tokens")}
+    titles |= {f"p{share}_ms": f"p{share} ms" for share in (50, 95, 99)} | {"tokens_per_s": "tokens/s"}
+    for key, title in (("floor_ms", "floor ms"), ("t4_tensorrt_fp16_ms", "T4 TensorRT ms")):
+        if any(row.get(key) for row in rows):
+            titles[key] = title
+    if len({row.get("model") for row in rows}) > 1:
+        titles = {"model": "model"} | titles
+    return list(titles.values()), [[row.get(key) for key in titles] for row in rows]
 
 
 @command.command()
@@ -140,8 +186,38 @@ def serve(url: str, model: str | None, endpoint: str, clients: list[int], count:
             failed = f"{sum(rows[-1]['not'].values())} of {len(asks)} requests failed"
             console.warn(f"{number} clients: {failed}, the first with: {rows[-1]['first_error']}")
     if (plot := asked["plot"]) is not None:
-        write_atomic(plot, loads.plotted(rows, f"{target.model} at {url}"))
-    console.result({"load": rows, "model": target.model}, console.table(*loads.load_lines(rows)))
+        write_atomic(plot, plotted(rows, f"{target.model} at {url}"))
+    console.result({"load": rows, "model": target.model}, console.table(*load_lines(rows)))
+
+
+def load_lines(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Header and cells of the table for people."""
+    titles = {"clients": "clients", "answered": "answered", "refused": "failed"}
+    titles |= {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s", "generated_per_s": "made/s"}
+    for key, title in (("first", "first"), ("gap", "between"), ("total", "whole")):
+        titles |= {f"{key}_p{share}_ms": f"{title} p{share} ms" for share in (50, 99)}
+    cells = []
+    for row in rows:
+        refused = ", ".join(f"{count} x {status}" for status, count in row["not"].items()) or "0"
+        cells.append([(row | {"refused": refused})[key] for key in titles])
+    return list(titles.values()), cells
+
+
+def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
+    """The table and the curves over the number of clients as one HTML page."""
+
+    def curve(name: str, key: str) -> tuple[str, list[tuple[float, float]]]:
+        return name, [(row["clients"], row[key]) for row in rows if row[key] is not None]
+
+    drawn = {
+        "tokens per second": [curve("read and made", "tokens_per_s"), curve("made", "generated_per_s")],
+        "ms to the first token": [curve("p50", "first_p50_ms"), curve("p99", "first_p99_ms")],
+        "ms between tokens": [curve("p50", "gap_p50_ms"), curve("p99", "gap_p99_ms")],
+        "ms of an answer": [curve("p50", "total_p50_ms"), curve("p99", "total_p99_ms")],
+    }
+    charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
+    header, cells = load_lines(rows)
+    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=cells)], made_here())
 
 
 @click.command()

@@ -194,7 +194,7 @@ def _check_used(target: str) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    from ..inference.runtimes.bench import latency_lines
+    from .bench import latency_lines
 
     if not report:  # nothing here could run it
         return []

@@ -2,6 +2,10 @@
 case, as llama.cpp reads it.
 """
 
+import atexit
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,36 @@ from tokenizers import Tokenizer as Library
 
 from ..core.errors import Refused
 from .new_tokenizer import byte_level, wordpiece
-from .tokenizer import Tokenizer
+from .tokenizer import CONFIG, FILE, Tokenizer
+
+ROLES = {"unknown": "unk", "padding": "pad", "seperator": "sep"}  # ours by llama.cpp's
+ROLES |= {role: role for role in ("bos", "eos", "cls", "mask")}
+
+
+def tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
+    """A tokenizer.json: the one beside the file, or one made of the metadata, which lasts as long as this process.
+    None where it has none. Raises Refused for a kind that is not rebuilt.
+    """
+    if (beside := path.with_name(FILE)).is_file():
+        return beside
+    kind, pre = given.get("tokenizer.ggml.model", "none"), given.get("tokenizer.ggml.pre", "gpt-2")
+    if kind == "none":
+        return None
+    if kind != "bert" and (kind, pre) != ("gpt2", "gpt-2"):
+        why, fix = f"{kind}, {pre}", "put its tokenizer.json beside the file"
+        raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=why, fix=fix)
+    folder = Path(tempfile.mkdtemp(prefix="throughline-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    from_gguf(given, kind).save(str(folder / FILE))
+    texts, roles = given["tokenizer.ggml.tokens"], ROLES | ({"bos": "cls"} if kind == "bert" else {})
+    named = {
+        f"{role}_token": texts[given[key]]
+        for name, role in roles.items()
+        if (key := f"tokenizer.ggml.{name}_token_id") in given
+    }
+    chat = {"chat_template": given.get("tokenizer.chat_template")}
+    (folder / CONFIG).write_text(json.dumps(named | chat))
+    return folder / FILE
 
 
 def from_gguf(given: dict[str, Any], kind: str) -> Library:

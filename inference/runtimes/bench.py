@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,12 @@ from ...core.console import say
 from ...core.errors import ThroughlineError
 from ...core.files import read_json
 from ...core.hardware import Chip, machine
-from ...core.page import Bar, Part, made_here, page
 from ...models.config import GPTConfig, ModelConfig
 from .source import Loaded
 
 SECONDS_PER_CASE = 1.0  # measured time per line of the table
 CHOICE_SECONDS, CHOICE_TOKENS = 2.0, 64  # what a choice between runtimes takes, and how long its text is
 MAX_CALLS, MIN_CALLS = 200, 5
-WORTH = 1.1  # times the speed from which another file to keep and a longer start pay
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
@@ -49,19 +46,6 @@ def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dic
     return rows
 
 
-def latency_page(rows: list[dict[str, Any]]) -> str:
-    """The medians as bars, and the whole table, as an HTML page."""
-    longest = max(row["p50_ms"] for row in rows)
-    header, cells = latency_lines(rows)
-    bars = []
-    for row in rows:
-        model = f"{row['model']}: " if "model" in header else ""
-        name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
-        bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
-    parts = [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)]
-    return page("Latency", parts, made_here())
-
-
 def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
     context, limits = loaded.backend.context, loaded.backend.limits
     lengths = sorted({min(length, context - 1, limits.tokens or length) for length in (32, 128)})
@@ -70,35 +54,6 @@ def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
         reading = [("prefill", 1, tokens) for tokens in lengths]
         return reading + [("decode", batch, lengths[-1]) for batch in batches]
     return [("encode", batch, tokens) for batch in batches for tokens in lengths]
-
-
-def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each further model or backend: its speed beside the first one's, by the geometric mean of medians."""
-    timed: dict[tuple[str, str], dict[tuple[Any, ...], float]] = {}
-    for row in rows:
-        case = (row["what"], row["batch"], row["tokens"])
-        timed.setdefault((row.get("model", ""), row["backend"]), {})[case] = row["p50_ms"]
-    (first, before), *others = timed.items()
-    lines = []
-    for one, now in others:
-        if both := [case for case in before if case in now]:
-            speed = geometric_mean(before[case] / now[case] for case in both)
-            name = one[1] if one[1] != first[1] else one[0]
-            verdict = "" if speed >= WORTH else ": not worth it here"
-            lines.append(f"{name} has {speed:.2f} times the speed of {first[1]}{verdict}")
-    return lines
-
-
-def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Header and cells of the table for people."""
-    titles = {key: key for key in ("backend", "what", "batch", "tokens")}
-    titles |= {f"p{share}_ms": f"p{share} ms" for share in (50, 95, 99)} | {"tokens_per_s": "tokens/s"}
-    for key, title in (("floor_ms", "floor ms"), ("t4_tensorrt_fp16_ms", "T4 TensorRT ms")):
-        if any(row.get(key) for row in rows):
-            titles[key] = title
-    if len({row.get("model") for row in rows}) > 1:
-        titles = {"model": "model"} | titles
-    return list(titles.values()), [[row.get(key) for key in titles] for row in rows]
 
 
 def fastest(candidates: Mapping[str, Callable[[], Loaded]]) -> Loaded:

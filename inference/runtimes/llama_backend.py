@@ -5,12 +5,8 @@ can be copied and cut: a step is one call of its C interface. Of a file without 
 tokenizer are read from its metadata: decoders of every architecture that llama.cpp runs, and BERT encoders.
 """
 
-import atexit
 import ctypes
 import functools
-import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -22,7 +18,7 @@ import numpy as np
 
 from ...core.backend import Ids, Limits, OneCall, Span, Want
 from ...core.errors import Refused, WrongUse, extra
-from ...data.tokenizer import CONFIG, FILE
+from ...data.gguf import tokenizer_file
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.sentence import Sentence
 from .source import no_model
@@ -194,8 +190,6 @@ class LlamaEncoder(OneCall):
 
 
 PRECISIONS = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}  # by llama.cpp's number of the file type
-ROLES = {"unknown": "unk", "padding": "pad", "seperator": "sep"}  # ours by llama.cpp's
-ROLES |= {role: role for role in ("bos", "eos", "cls", "mask")}
 POOLINGS: dict[int, Literal["mean", "cls"]] = {0: "mean", 1: "mean", 2: "cls"}  # llama.cpp's, none among them
 CONTEXT_MOST = 8192  # tokens; a cache of every row takes this much memory
 SIZES = {"sequence_length": "context_length", "layers": "block_count", "width": "embedding_length"}
@@ -220,7 +214,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
         why = f"it pools by {gguf.PoolingType(kind).name}"
         raise Refused("this model embeds in a way that is not here", where=path, why=why)
     precision = PRECISIONS.get(number, f"gguf-{number}")
-    return config, precision, _tokenizer_file(path, given), Sentence(POOLINGS[kind])
+    return config, precision, tokenizer_file(path, given), Sentence(POOLINGS[kind])
 
 
 def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
@@ -238,29 +232,3 @@ def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
     llama: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True}
     theta = given.get(f"{name}.rope.freq_base", 10000.0)
     return GPTConfig(**shape, **llama, bias=False, tied=tied, rope_theta=theta)
-
-
-def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
-    """A tokenizer.json: the one beside the file, or one made of the metadata, which lasts as long as this process."""
-    if (beside := path.with_name(FILE)).is_file():
-        return beside
-    kind, pre = given.get("tokenizer.ggml.model", "none"), given.get("tokenizer.ggml.pre", "gpt-2")
-    if kind == "none":
-        return None
-    if kind != "bert" and (kind, pre) != ("gpt2", "gpt-2"):
-        why, fix = f"{kind}, {pre}", "put its tokenizer.json beside the file"
-        raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=why, fix=fix)
-    from ...data.gguf import from_gguf
-
-    folder = Path(tempfile.mkdtemp(prefix="throughline-gguf-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    from_gguf(given, kind).save(str(folder / FILE))
-    texts, roles = given["tokenizer.ggml.tokens"], ROLES | ({"bos": "cls"} if kind == "bert" else {})
-    named = {
-        f"{role}_token": texts[given[key]]
-        for name, role in roles.items()
-        if (key := f"tokenizer.ggml.{name}_token_id") in given
-    }
-    chat = {"chat_template": given.get("tokenizer.chat_template")}
-    (folder / CONFIG).write_text(json.dumps(named | chat))
-    return folder / FILE

@@ -7,7 +7,6 @@ section 2.3) for a proposal that is certain. So guesses change no answer, nor wh
 
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,12 +18,11 @@ from msgspec.structs import replace
 
 from ...core.backend import CausalBackend, Span
 from ...core.errors import Failed, WrongUse, extra
+from ...data.text_stream import TextStream
 from ...data.tokenizer import Tokenizer
 from ..runtimes.sampling import GREEDY, SEEDS, Chooser, Sampling
 
 NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
-REPLACEMENT = "\ufffd"
-OPEN_TOKENS = 64  # beyond which a character that is still cut is none
 ENDS = (4, 3, 2)  # tokens that must have come before for a guess by what followed
 GRAMMARS = 32  # that are remembered
 
@@ -100,57 +98,6 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """The ids of a text to continue; of none, an end-of-text token, after which a model begins a document."""
     ids = tokenizer.encode(text)
     return np.array([tokenizer.eos_id]) if len(ids) == 0 and tokenizer.eos_id is not None else ids
-
-
-class TextStream:
-    """Text from token ids as it becomes certain: never half a character or a part of a stop string; the whole is the
-    sum of its parts. `decode` turns a list of ids into text (the tokenizer's). `before`: the last token of what is
-    continued, because many decoders write a word's space only after another word.
-    """
-
-    def __init__(
-        self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = (), before: list[int] | None = None
-    ) -> None:
-        self._decode, self._stop = decode, stop
-        self._ids = before or []  # the last certain token as context, and those after it
-        self._given = len(decode(self._ids)) if before else 0  # characters of decode(_ids) already taken
-        self._held = ""  # decoded, but it may become a stop string
-        self.stopped = False
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain now; "" while a character or a stop string may still be open."""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        # A cut character decodes to one replacement at the very end; the next token may complete it.
-        certain = len(text) - (text.endswith(REPLACEMENT) and len(self._ids) < OPEN_TOKENS)
-        self._held += text[self._given : certain]
-        self._given = max(self._given, certain)
-        if certain == len(text):
-            self._ids = self._ids[-1:]
-            self._given = len(self._decode(self._ids))
-        return self._release()
-
-    def finish(self) -> str:
-        """The rest of the text when no more tokens come."""
-        self._held += self._decode(self._ids)[self._given :]
-        self._ids, self._given = [], 0
-        text = self._release()
-        rest, self._held = self._held, ""
-        return text if self.stopped else text + rest
-
-    def _release(self) -> str:
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        self.stopped = self.stopped or bool(found)
-        keep = max((open_stop(self._held, stop) for stop in self._stop), default=0)
-        cut = min(found, default=len(self._held) - keep)
-        text, self._held = self._held[:cut], "" if found else self._held[cut:]
-        return text
-
-
-def open_stop(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 @dataclass(eq=False)

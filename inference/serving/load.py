@@ -21,7 +21,6 @@ import numpy as np
 
 from ...core.errors import Failed, WrongUse
 from ...core.files import json_lines
-from ...core.page import Chart, Part, made_here, page
 
 COMMON = (
     "the of and a to in is was he for it with as his on be at by I this had not are but from or have an they "
@@ -203,33 +202,3 @@ def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]
         for share in (50, 99):
             found[f"{name}_p{share}_ms"] = 1000 * float(np.percentile(values, share)) if values else None
     return found
-
-
-def load_lines(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Header and cells of the table for people."""
-    titles = {"clients": "clients", "answered": "answered", "refused": "failed"}
-    titles |= {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s", "generated_per_s": "made/s"}
-    for key, title in (("first", "first"), ("gap", "between"), ("total", "whole")):
-        titles |= {f"{key}_p{share}_ms": f"{title} p{share} ms" for share in (50, 99)}
-    cells = []
-    for row in rows:
-        refused = ", ".join(f"{count} x {status}" for status, count in row["not"].items()) or "0"
-        cells.append([(row | {"refused": refused})[key] for key in titles])
-    return list(titles.values()), cells
-
-
-def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
-    """The table and the curves over the number of clients as one HTML page."""
-
-    def curve(name: str, key: str) -> tuple[str, list[tuple[float, float]]]:
-        return name, [(row["clients"], row[key]) for row in rows if row[key] is not None]
-
-    drawn = {
-        "tokens per second": [curve("read and made", "tokens_per_s"), curve("made", "generated_per_s")],
-        "ms to the first token": [curve("p50", "first_p50_ms"), curve("p99", "first_p99_ms")],
-        "ms between tokens": [curve("p50", "gap_p50_ms"), curve("p99", "gap_p99_ms")],
-        "ms of an answer": [curve("p50", "total_p50_ms"), curve("p99", "total_p99_ms")],
-    }
-    charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
-    header, cells = load_lines(rows)
-    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=cells)], made_here())

@@ -1,15 +1,9 @@
 """Text in, text or vectors out, for the command line: the model at a path runs here. Of a file of requests each line is
-answered in a line, in the same order.
-
-Finished lines are appended to OUT.partial as they come, with their number; the same command goes on where it
-stopped, and the last step puts them in order as OUT. A line that cannot be answered (a prompt longer than the
-context, no JSON, no text, logits that are no numbers) gets an "error" and stops nobody else.
+answered in a line, in the same order (`data.answered`).
 """
 
 import dataclasses
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import islice
@@ -21,10 +15,9 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from ...core.backend import AUTO, BackendOptions
-from ...core.console import progress, warn
-from ...core.errors import Failed, ThroughlineError, WrongUse
-from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
-from ...data.records import read_records
+from ...core.console import warn
+from ...core.errors import ThroughlineError, WrongUse
+from ...data.answered import Numbered, answer_records, text_of
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_text_model
 from ..runtimes.sampling import Sampling
@@ -34,9 +27,6 @@ from .slots import SlotBatch, answer
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
-Record = tuple[int, dict[str, Any]]
-Answers = Callable[[Iterator[Record]], Iterator[Record]]
-Cut = Callable[[str], list[str]] | None  # a text into pieces
 
 
 def open_reader(
@@ -94,7 +84,9 @@ def generate_file(
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     given = [loaded.input.hash, repr(like.sampling), like.max_tokens, like.stop, like.n]
-    return _run(source, out, given, "prompt", lambda records: _generate(loaded, tokenizer, records, like))
+    return answer_records(
+        source, out, given, "prompt", lambda records: _generate(loaded, tokenizer, records, like)
+    )
 
 
 def embed_file(
@@ -116,94 +108,9 @@ def embed_file(
     given = [loaded.input.hash, field, truncate, prompt, chunk]
     cut = partial(reader.chunks, prompt=loaded.sentence.prompt) if chunk else None
     how = truncate or chunk, field
-    return _run(source, out, given, field, lambda records: _embed(loaded, reader, records, *how), cut)
-
-
-def _run(
-    source: Path, out: Path, settings: list[Any], field: str, answer: Answers, cut: Cut = None
-) -> dict[str, Any]:
-    if out.exists():
-        raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
-    texts = [isinstance(record.get(field), str) for _, record in _records(source, field, cut)]
-    total = len(texts)
-    if not any(texts):
-        why = "" if not texts else f'none of its {total:,} lines has a text "{field}"'
-        fix = f'give lines like {{"{field}": "..."}}, or name the field that holds the text'
-        raise WrongUse("there is nothing to answer", where=source, why=why, fix=fix)
-    partial = out.with_name(out.name + ".partial")
-    with full_disk(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    places = _resume(partial, sha256_json([*settings, sha256_file(source)]))
-    resumed, errors = len(places), []
-    todo = (record for record in _records(source, field, cut) if record[0] not in places)
-    with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
-        bar.start_at(resumed)
-        for number, row in answer(todo):
-            places[number] = file.tell()
-            with full_disk(partial):
-                file.write(f"{number}\t{json.dumps(row, ensure_ascii=False)}\n".encode())
-                file.flush()
-            bar.advance(1)
-    ordered = out.with_name(out.name + ".ordered")
-    with full_disk(out), open(ordered, "wb") as target, open(partial, "rb") as file:
-        for number in range(total):
-            file.seek(places[number])
-            line = file.readline().split(b"\t", 1)[1]
-            if b'"error"' in line and "error" in (row := json.loads(line)):
-                errors.append(f"record {number + 1}: {row['error']}")
-            target.write(line)
-    sync(ordered)
-    os.replace(ordered, out)
-    partial.unlink()
-    return {"lines": total, "resumed": resumed, "errors": len(errors), "first_error": (errors or [""])[0]}
-
-
-def _records(source: Path, field: str, cut: Cut = None) -> Iterator[Record]:
-    """Numbered lines, or their pieces; what is no JSON object has an "error" and no text."""
-
-    def pieces(record: dict[str, Any]) -> list[dict[str, Any]]:
-        if cut is None or not isinstance(record.get(field), str):
-            return [record]
-        return [record | {field: piece, "chunk": chunk} for chunk, piece in enumerate(cut(record[field]))]
-
-    lines = _lines(source) if source.suffix == ".jsonl" else (one.data for one in read_records([source]))
-    return enumerate(piece for record in lines for piece in pieces(record))
-
-
-def _lines(source: Path) -> Iterator[dict[str, Any]]:
-    with open(source, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield from (record for _, record in json_lines(source, [line]))
-            except Failed:
-                yield {"line": number, "error": "this line is no JSON object"}
-
-
-def _text_of(record: dict[str, Any], field: str) -> str:
-    if not isinstance(text := record.get(field), str):
-        raise WrongUse(str(record.get("error") or f'this line has no text "{field}"'))
-    return text
-
-
-def _resume(partial: Path, identity: str) -> dict[int, int]:
-    """Where earlier answers stand in OUT.partial, begun when there is none. Raises WrongUse for another's."""
-    if not partial.exists():
-        partial.write_text(identity + "\n")
-        return {}
-    places: dict[int, int] = {}
-    with open(partial, "rb+") as file:
-        if file.readline().decode(errors="replace").strip() != identity:
-            fix = "give the command that began them, or remove the file to begin anew"
-            what = "the answers so far are of another model, input or setting"
-            raise WrongUse(what, where=partial, fix=fix)
-        at = file.tell()
-        for line in file:
-            if not line.endswith(b"\n"):  # cut by a crash
-                break
-            places[int(line.split(b"\t", 1)[0])] = at
-            at += len(line)
-        file.truncate(at)
-    return places
+    return answer_records(
+        source, out, given, field, lambda records: _embed(loaded, reader, records, *how), cut
+    )
 
 
 class Answering(Sampling, frozen=True, kw_only=True):
@@ -235,9 +142,11 @@ def _warn_misspelt(name: str) -> None:
         warn(f"the field {name!r} is no setting and is carried along; did you mean {near[0]}?")
 
 
-def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], like: Job) -> Iterator[Record]:
-    asked: list[tuple[Record, list[str], list[str | None]]] = []  # in the order of the jobs
-    refused: list[Record] = []
+def _generate(
+    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Numbered], like: Job
+) -> Iterator[Numbered]:
+    asked: list[tuple[Numbered, list[str], list[str | None]]] = []  # in the order of the jobs
+    refused: list[Numbered] = []
     broken: set[int] = set()
 
     def fail(place: int, error: Exception) -> None:
@@ -249,7 +158,7 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
     def jobs() -> Iterator[Job]:
         for number, record in records:
             try:
-                job = text_job(loaded, tokenizer, _text_of(record, "prompt"), _with_own(like, record))
+                job = text_job(loaded, tokenizer, text_of(record, "prompt"), _with_own(like, record))
             except ThroughlineError as error:
                 refused.append((number, record | {"error": str(error)}))
                 continue
@@ -270,13 +179,13 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
 
 
 def _embed(
-    loaded: Loaded, reader: Reader, records: Iterator[Record], truncate: bool, field: str
-) -> Iterator[Record]:
+    loaded: Loaded, reader: Reader, records: Iterator[Numbered], truncate: bool, field: str
+) -> Iterator[Numbered]:
     while group := list(islice(records, EMBEDDED_TOGETHER)):
         rows, kept = [], []
         for number, record in group:
             try:
-                text = loaded.sentence.text(_text_of(record, field))
+                text = loaded.sentence.text(text_of(record, field))
                 rows.append(reader.frame({"text": text}, truncate))
                 kept.append((number, record))
             except ThroughlineError as error:

@@ -19,8 +19,9 @@ from ...core.backend import CausalBackend, Span, library
 from ...core.console import warn
 from ...core.errors import Failed
 from ...core.scorer import common
+from ...data.text_stream import TextStream
 from ..runtimes.sampling import Chooser, beside, choose, probabilities
-from .generation import Draft, Guide, Job, Sequence, TextDelta, TextStream, Token, look_up
+from .generation import Draft, Guide, Job, Sequence, TextDelta, Token, look_up
 
 LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores

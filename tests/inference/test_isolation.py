@@ -15,7 +15,7 @@ from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import remote, served
 from throughline.inference.serving.accounts import ServerLimits, Telemetry, find_key, read_keys
 from throughline.inference.serving.catalogue import Catalogue
-from throughline.inference.serving.generation import Job, TextStream
+from throughline.inference.serving.generation import Job
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.slots import SlotBatch
 
@@ -198,19 +198,6 @@ def test_min_tokens_stop_tokens_and_no_end(backend: Any) -> None:
     assert answer(min_tokens=3) == [9, 9, 9, 0]
     assert answer(ignore_eos=True) == [0] * 6
     assert answer(min_tokens=2, stop_ids=(9,))[2:] == [0] and 9 not in answer(min_tokens=2, stop_ids=(9,))
-
-
-def test_bytes_that_are_no_text_cost_no_more_than_their_number() -> None:
-    """Decoded together they would be read again with each that comes."""
-    lengths = []
-
-    def decode(ids: list[int]) -> str:
-        lengths.append(len(ids))
-        return "\ufffd" * len(ids)
-
-    stream = TextStream(decode)
-    text = "".join(stream.push(1) for _ in range(2000)) + stream.finish()
-    assert text == "\ufffd" * 2000 and max(lengths) < 100
 
 
 # --- keys ---

@@ -108,16 +108,6 @@ def test_made_requests_depend_on_the_seed_alone() -> None:
     assert all(3 <= len(ask["prompt"].split()) <= 9 and 1 <= ask["max_tokens"] <= 5 for ask in one)
 
 
-def test_the_page_shows_every_row_and_curve() -> None:
-    from throughline.inference.serving.load import plotted
-
-    figures = {f"{name}_p{share}_ms": 1.5 for name in ("first", "gap", "total") for share in (50, 99)}
-    rates = {"requests_per_s": 1.0, "generated_per_s": 2.0, "tokens_per_s": 1234.6}
-    rows = [{"clients": n, "answered": 3, "not": {}, **rates, **figures} for n in (1, 2)]
-    html = plotted(rows, "a & b")
-    assert html.count('class="plot"') == 4 and html.count("1,235") == 2 and "a &amp; b" in html
-
-
 def test_events_of_one_read_share_its_wait() -> None:
     """Three events that came 30 ms after the first, in one read, took 10 ms each; what came with the first, nothing."""
     times_s = [1.0, 1.00001, 1.03, 1.03002, 1.03003, 1.05]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from throughline.core.hardware import chips
-from throughline.inference.runtimes.bench import floor_ms, latency_page, reported, verdicts
+from throughline.inference.runtimes.bench import floor_ms, reported
 from throughline.models.config import preset
 
 
@@ -37,29 +37,3 @@ def test_reported_rows_are_those_of_the_shape() -> None:
     found = reported(preset("bert-base"), 1, 128)
     assert found is not None and found["tensorrt"].startswith("8.4") and found["fp16_ms"] == 1.95
     assert reported(preset("gpt2-124m"), 1, 128) is None and reported(preset("bert-base"), 1, 100) is None
-
-
-def test_the_plot_has_a_bar_for_every_row() -> None:
-    row = {"model": "m", "backend": "a<b", "what": "encode", "batch": 1, "tokens": 8, "p50_ms": 2.0}
-    row |= {"p95_ms": 2.0, "p99_ms": 2.0, "tokens_per_s": 4000.0}
-    plot = latency_page([row, row | {"p50_ms": 1.0}])
-    assert (
-        plot.count('class="bar" style="width:50.0%"') == plot.count('class="bar" style="width:100.0%"') == 1
-    )
-    assert "a&lt;b" in plot and "a<b" not in plot and "1.00 ms" in plot
-
-
-def test_what_is_not_worth_it_is_said() -> None:
-    """Against the first of the table, over the cases that both have."""
-    sizes = (("encode", 1, 32), ("encode", 8, 32))
-    given = {"torch": (10.0, 40.0), "openvino": (5.0, 10.0), "torch-compiled": (9.0, 42.0)}
-    rows = [
-        {"model": "m", "backend": name, "what": what, "batch": batch, "tokens": tokens, "p50_ms": p50}
-        for name, times in given.items()
-        for (what, batch, tokens), p50 in zip(sizes, times)
-    ]
-    assert verdicts(rows) == [
-        "openvino has 2.83 times the speed of torch",  # sqrt(2 x 4)
-        "torch-compiled has 1.03 times the speed of torch: not worth it here",  # sqrt(10 / 9 x 40 / 42)
-    ]
-    assert verdicts(rows[:2]) == []
