@@ -9,9 +9,8 @@ import functools
 import json
 import os
 import sys
-import time
+import threading
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 PLAIN_EVERY_S = 10.0
@@ -104,52 +103,37 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.{digits}f} {names[step]}{unit}"
 
 
-class progress:  # noqa: N801 - used like a function, as contextlib.suppress is
+def progress(label: str, total: float | None = None, unit: str = "") -> Any:
     """Progress of a long piece of work, as a context manager: done, rate, time left. `total` in `unit`, or unknown."""
+    from tqdm import tqdm
 
-    def __init__(self, label: str, total: float | None = None, unit: str = "") -> None:
-        self.label, self.total, self.unit = label, total, unit
-        self.note = ""
-        self.done = self._base = 0.0
-        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not _settings["quiet"]
-        self._start = self._last = time.monotonic()
+    live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    live = live and os.get_terminal_size(sys.stderr.fileno()).lines > 0  # of some consoles it is not known
 
-    def __enter__(self) -> "progress":
-        return self
+    class Bar(tqdm):
+        monitor_interval = 0  # no thread of its own: processes are forked beside it
 
-    def start_at(self, done: float) -> None:
-        """Work that an earlier run did: it counts as done and not in the rate."""
-        self.done = self._base = done
+        def start_at(self, done: float) -> None:
+            """Work that an earlier run did: it counts as done and not in the rate."""
+            self.initial = self.n = self.last_print_n = done
 
-    def advance(self, amount_done: float, note: str = "") -> None:
-        """Add work done; redraws at most ten times a second on a terminal, prints every 10 s elsewhere."""
-        self.done += amount_done
-        self.note = note or self.note
-        now = time.monotonic()
-        if now - self._last >= (0.1 if self._live else PLAIN_EVERY_S):
-            self._last = now
-            self._show(now)
+        def advance(self, done: float, note: str = "") -> None:
+            """Add work done; shown at most ten times a second on a terminal, every 10 s elsewhere."""
+            if note:
+                self.set_postfix_str(note, refresh=False)
+            self.update(done)
 
-    def _text(self, now: float) -> str:
-        spent = max(now - self._start, 1e-9)
-        rate = (self.done - self._base) / spent
-        parts, whole = [self.label, amount(self.done, self.unit)], self.total
-        if whole:
-            parts[1:] = [f"{100 * self.done / whole:3.0f}%", f"{parts[1]} of {amount(whole, self.unit)}"]
-        parts += [f"{amount(rate, self.unit)}/s"]
-        if whole and rate > 0:
-            parts += [f"{duration(spent)} < {duration(max(whole - self.done, 0) / rate)}"]
-        return "  ".join([*parts, self.note]).rstrip()
+        @staticmethod
+        def status_printer(file: Any) -> Any:
+            return tqdm.status_printer(file) if live else lambda line: _to_stderr(line) if line else None
 
-    def _show(self, now: float) -> None:
-        if _settings["quiet"]:
-            return
-        if self._live:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
-            print("\r\x1b[2K" + self._text(now)[: width - 1], end="", file=sys.stderr, flush=True)
-        else:
-            print(self._text(now), file=sys.stderr, flush=True)
+        def close(self) -> None:
+            self.sp = getattr(self, "sp", None) if live else None  # nothing is wiped off plain lines
+            super().close()
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    Bar.set_lock(threading.RLock())
+    every_s = 0.1 if live else PLAIN_EVERY_S
+    how: dict[str, Any] = {"unit": unit, "unit_divisor": 1024} if unit == "B" else {"unit": f" {unit}"}
+    how |= {"dynamic_ncols": True} if live else {"ncols": 0}
+    how |= {"mininterval": every_s, "delay": every_s, "miniters": 0, "smoothing": 0, "leave": False}
+    return Bar(desc=label, total=total, unit_scale=True, disable=_settings["quiet"], file=sys.stderr, **how)

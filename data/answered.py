@@ -41,7 +41,7 @@ def answer_records(
     places = _resume(partial, sha256_json([*settings, sha256_file(source)]))
     resumed, errors = len(places), []
     todo = (record for record in _records(source, field, cut) if record[0] not in places)
-    with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
+    with progress(out.name, total, "lines") as bar, open(partial, "ab") as file:
         bar.start_at(resumed)
         for number, row in answer(todo):
             places[number] = file.tell()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import termios
 
 import pytest
 from throughline.core import console
@@ -67,19 +68,19 @@ def test_with_json_standard_output_is_one_object(capsys: pytest.CaptureFixture[s
 def test_progress_elsewhere_is_plain_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Work of an earlier run counts as done and not in the rate."""
+    """Work of an earlier run counts as done and not in the rate; a note stays until there is another."""
     now = [100.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    with console.progress("read", 1000, "B") as bar:
-        bar.start_at(500)
-        for _ in range(4):
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with console.progress("read", 2048, "B") as bar:
+        bar.start_at(1024)
+        for note in ("loss 4", "loss 3", "", ""):
             now[0] += 5
-            bar.advance(50, "loss 3")
+            bar.advance(128, note)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "read   60%  600 B of 1000 B  10 B/s  10 s < 40 s  loss 3",
-        "read   70%  700 B of 1000 B  10 B/s  20 s < 30 s  loss 3",
+        "read:  62% 1.25k/2.00k [00:10<00:30, 25.6B/s, loss 3]",
+        "read:  75% 1.50k/2.00k [00:20<00:20, 25.6B/s, loss 3]",
     ]
 
 
@@ -87,14 +88,28 @@ def test_progress_on_a_terminal_is_one_line_that_goes() -> None:
     code = (
         "from throughline.core.console import progress\n"
         "with progress('read', 3) as bar:\n"
+        "    bar.mininterval = bar.delay = 0\n"
         "    for _ in range(3):\n"
-        "        bar._last = 0.0\n"
-        "        bar.advance(1)\n"
+        "        bar.advance(1, 'loss')\n"
     )
     ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     environment = os.environ | {"TERM": "xterm"}
     subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=environment)
     os.close(theirs)
     shown = os.read(ours, 10_000).decode()
     os.close(ours)
-    assert "100%" in shown and "\n" not in shown and shown.endswith("\r\x1b[2K")
+    assert (
+        "100%" in shown and "\n" not in shown and shown.endswith("\r") and not shown.split("\r")[-2].strip()
+    )
+
+
+def test_nobody_is_told_when_all_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    console.configure(quiet=True)
+    try:
+        with console.progress("read") as bar:
+            bar.start_at(1)
+            bar.advance(1, "loss 3")
+    finally:
+        console.configure()
+    assert capsys.readouterr() == ("", "")
