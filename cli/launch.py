@@ -145,7 +145,7 @@ def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> 
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:
-    from ..data.ingest.executors import slurm_array
+    from ..train.parallel.jobs import array_file
     from .data import tokenize
 
     given = tokenize.make_context("tokenize", list(arguments[2:]), click.get_current_context()).params
@@ -160,5 +160,5 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
         what = "no element of a job array knows whether another has begun anew"
         raise WrongUse(what, where="--overwrite", fix=fix)
     elements, cores = -(-processes // per_machine), min(per_machine, processes)
-    text = slurm_array(arguments, elements, cores, f"tokenize-{Path(given['out']).name}")
+    text = array_file(arguments, elements, cores, f"tokenize-{Path(given['out']).name}")
     _print(text, kind=emit, machines=elements, processes=elements * cores)

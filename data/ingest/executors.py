@@ -6,8 +6,6 @@ One that dies is replaced and its task tried once more; one whose parent has die
 
 import multiprocessing
 import os
-import re
-import shlex
 import signal
 import sys
 from collections import Counter, deque
@@ -135,34 +133,6 @@ def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             on_bytes(sizes.pop(done))
-
-
-def slurm_array(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
-    """A batch file for sbatch: `throughline ARGUMENTS` as a job array, each element with so many cores."""
-    name = re.sub(r"[^\w.-]+", "-", name)  # a directive ends at a space
-    share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
-    return f"""\
-#!/bin/bash
-# Tokenisation by {elements} elements of {cores} processes, on a file system that all of them see.
-# Submit with: sbatch {name}.sbatch
-# Each element makes the same plan from the sizes of the inputs; element i takes shards i, i + {elements}, i +
-# {2 * elements} ... The one that commits the last shard completes the store, so that no job depends on
-# another. Submitted again, it does what is left.
-#SBATCH --job-name={name}
-#SBATCH --array=0-{elements - 1}
-#SBATCH --ntasks=1
-#SBATCH --cpus-per-task={cores}
-#SBATCH --time=24:00:00
-# SIGTERM a minute before the time is over: finished shards are kept, and the element goes back into the queue
-#SBATCH --signal=TERM@60
-#SBATCH --requeue
-#SBATCH --open-mode=append
-set -uo pipefail
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" throughline {shlex.join(arguments)} {share}
-code=$?
-if [ "$code" -eq 75 ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"; fi
-exit "$code"
-"""
 
 
 def _ray_task(work: str, index: int, backend_name: str) -> None:

@@ -88,3 +88,14 @@ def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool) -> 
     job = Job(arguments, 1, 1, f"serve-{name}", None, "", gpus=gpu)
     facts = vars(job) | {"image": json.dumps(image), "arguments": json.dumps(list(arguments))}
     return from_template(TEMPLATES / "serve.yaml", facts | {"grace": DRAIN_SECONDS})
+
+
+def array_file(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
+    """What runs `throughline ARGUMENTS` as a SLURM job array, each element with so many cores."""
+    share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
+    facts = {
+        "name": re.sub(r"[^\w.-]+", "-", name),
+        "elements": elements,
+        "cores": cores,
+    }  # no space in a name
+    return from_template(TEMPLATES / "array.sh", facts | {"command": f"{shlex.join(arguments)} {share}"})
