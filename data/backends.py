@@ -10,12 +10,14 @@ import json
 import tempfile
 import unicodedata
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..core.console import warn
 from ..core.errors import Failed, MissingExtra, Refused, WrongUse
+from ..core.files import read_json
 from .tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20  # of text per gigatoken instance: its cache of words has no limit of its own
@@ -175,22 +177,7 @@ WATCHED = 1 << 13  # characters of a look at most: a few ms of the reference
 
 # What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal
 # special text.
-NASTY = (
-    "", " ", "\n", "  \n\t ", "a", "Hello, world!", "I'm we'll they've it's 'tis DON'T I'LL 'S ''s",
-    "x  y   z    \n\n\n  w \t\t v", "tabs\tand\r\ncarriage\rreturns", " leading", "trailing ",
-    "under_score __dunder__ snake_case CamelCase", "1234567890 3.14 1,000 2e-5 ½ ²³ ١٢٣", "<|endoftext|>",
-    "a<|endoftext|>b", "[CLS] [SEP] [MASK][PAD] [UNK]", "[mask] ##ing # ## ###", "<s></s><pad><unk>",
-    "<|unk|>", "naïve café résumé ÀÉÎ ẞ ß ﬁ ﬀ Ǆ İ ı", "e\u0301 a\u0308 n\u0303 \u0301", "日本語のテキスト", "中文字符",
-    "한국어", "𠀀𠀁", "שלום עולם", "مرحبا بالعالم", "नमस्ते", "สวัสดีครับ", "Ελληνικά ΟΔΟΣ Σ ς Русский Ёё Ўў",
-    "😀👨‍👩‍👧‍👦🏳️‍🌈 👍🏽 ©®™", "\u00a0no\u00a0break\u2003em\u3000wide\u2028line\u2029para\u0085nel",
-    "\u200bzero\u200cwidth\u200d\ufeff\u00adsoft", "\x00\x01\x07\x1b\x1c\x1f\x7f\x80\x9f",
-    "\ufffd\ufffe\uffff\ue000\U000f0000\U0010ffff", "!?.,;:\"'`~@#$%^&*()-_=+[]{}|\\/<>",
-    "“quotes” ‘single’ — – … « » ‹ ›", "http://example.org/a?b=c&d=%20#e mail@example.org",
-    "if (x != y) { return a[i] <<= 2; } // code\n\tx += 1;", "a" * 300, "ab" * 150 + " " + "-" * 200,
-    " " * 100 + "x" + "\n" * 50, "Supercalifragilisticexpialidocious antidisestablishmentarianism",
-    "x" * 99 + " " + "y" * 100 + " " + "z" * 101, "é" * 120, "ｆｕｌｌ ｗｉｄｔｈ", "T\u0307 ﷽ ꙮ \u1e9e\u0130",
-    "\t\x0b\x0c\x1d \x1e",
-)  # fmt: skip
+NASTY: list[str] = read_json(Path(__file__).with_name("nasty.json"))
 
 
 class Backend(Protocol):

@@ -81,14 +81,14 @@ def families() -> dict[str, Family]:
     """By `model_type`."""
     rows: dict[str, dict[str, Any]] = {}
     for kind, said in _table().items():
-        if isinstance(said, dict):
+        if "architecture" in said or "like" in said:
             rows[kind] = _merged(rows.get(said.get("like", ""), {}), said)
     return {kind: _family(row) for kind, row in rows.items()}
 
 
-def ignored() -> frozenset[str]:
-    """Fields of any config.json that change no number of the model."""
-    return frozenset(_table()["everywhere"])
+def shared(name: str) -> Any:
+    """What all families have in common: `everywhere`, `scalings` or `windows`."""
+    return _table()[name]
 
 
 @cache

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.errors import Failed, Refused
 from .config import BERTConfig, GPTConfig, ModelConfig
-from .families import Family, families, ignored
+from .families import Family, families, shared
 
 Fields = dict[str, Any]
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
@@ -20,35 +20,8 @@ WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width", "valu
 # a run's own decisions, or told by the tensors
 NOT_THEIRS: tuple[str, ...] = ("huggingface", "nsp", "balance_loss", "router_z_loss", "balance_rate")
 NOT_THEIRS += ("expert_capacity_factor", "predict_ahead", "predict_ahead_loss")
-# our field and its usual value for each of theirs, by the kind of scaled rope
-SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
-    "linear": {"factor": ("rope_factor", 1.0)},
-    "dynamic": {"factor": ("rope_factor", 1.0)},
-    "yarn": {
-        "factor": ("rope_factor", 1.0),
-        "original_max_position_embeddings": ("rope_original_length", 0),
-        "beta_slow": ("rope_low", 1.0),
-        "beta_fast": ("rope_high", 32.0),
-        "attention_factor": ("rope_magnitude", 0.0),
-        "mscale": ("rope_magnitude_part", 0.0),
-        "mscale_all_dim": ("rope_magnitude_all", 0.0),
-    },
-    "llama3": {
-        "factor": ("rope_factor", 1.0),
-        "original_max_position_embeddings": ("rope_original_length", 0),
-        "low_freq_factor": ("rope_low", 1.0),
-        "high_freq_factor": ("rope_high", 4.0),
-    },
-}
-WINDOWS = {  # the fields by which a family says which layers have a window
-    "": (),
-    "all": ("sliding_window",),
-    "from": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    "types": ("sliding_window", "layer_types"),
-    "bases": ("sliding_window", "layer_types", "sliding_window_pattern", "rope_local_base_freq"),
-    "nope": ("no_rope_layers", "no_rope_layer_interval"),
-    "near": ("local_attention", "layer_types", "global_attn_every_n_layers", "local_rope_theta"),
-}
+SCALINGS: dict[str, dict[str, tuple[str, float]]] = shared("scalings")
+WINDOWS: dict[str, list[str]] = shared("windows")
 BIASES: dict[str, Fields] = {
     "gpt2": {"bias": True},
     "phi": {"linear_bias": "usual"},
@@ -206,7 +179,14 @@ def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
         fix += ".save_pretrained(NEW, save_original_format=False)"
         raise Refused("the weights of this model are quantised", where=where, why=f"by {kind}", fix=fix)
     must = family.must | {"add_cross_attention": (False,)}
-    known = {*family.fields, *must, *family.ignored, *ignored(), *WINDOWS[family.windows], *family.dropouts}
+    known = {
+        *family.fields,
+        *must,
+        *family.ignored,
+        *shared("everywhere"),
+        *WINDOWS[family.windows],
+        *family.dropouts,
+    }
     known |= {family.biased, family.theta[0], family.part[0], "rope_parameters", "rope_scaling"}
     for name, value in fields.items():
         if name in must and value is not None and value not in must[name]:
