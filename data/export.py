@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
     return sorted(Path(out).iterdir())
 
 
-def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path, bar: progress) -> None:
+def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path, bar: Any) -> None:
     if store.dtype != np.uint16:
         why = f"nanoGPT reads uint16; this store of {store.facts.get('vocab_size', 'many'):,} entries is {store.dtype}"
         raise WrongUse("ids too large for nanoGPT", why=why, fix="export to olmo, llmc or parquet")

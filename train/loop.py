@@ -142,7 +142,7 @@ class Run:
         where = {"position": self.trainer.samples, "rank": data.rank, "world": data.size}
         return Loader(opened(), lambda position: train.rows_at(position) // data.size, **where, ahead=2)
 
-    def _steps(self, batches: Iterator[StepBatch], bar: progress) -> None:
+    def _steps(self, batches: Iterator[StepBatch], bar: Any) -> None:
         """The steps that are left; where nothing waits for one, its figures are read when the next is under way."""
         trainer, recipe = self.trainer, self.plan.recipe
         upcoming: StepBatch | None = None
@@ -171,7 +171,7 @@ class Run:
             if saves and not self.signals.agreed:
                 self._save()
 
-    def _read(self, launched: Launched, factor: float, batch: StepBatch, bar: progress) -> None:
+    def _read(self, launched: Launched, factor: float, batch: StepBatch, bar: Any) -> None:
         result = launched.read()
         self.signals.agree(result.signal)
         self.report.add(result, factor, batch, bar)

@@ -17,7 +17,6 @@ import psutil
 import torch
 
 from ...core.artifact import version
-from ...core.console import progress
 from ...core.files import leaves
 from ...core.hardware import find_chip, machine
 from ...core.workspace import Workspace, read_records
@@ -207,7 +206,7 @@ class StepReport:
     def pause(self) -> None:
         self._start = None
 
-    def add(self, result: StepResult, factor: float, batch: StepBatch, bar: progress) -> None:
+    def add(self, result: StepResult, factor: float, batch: StepBatch, bar: Any) -> None:
         assert self._start is not None
         seconds, self._start = result.read_at - self._start, result.read_at
         step, recipe, scaler, engine = result.step, self.plan.recipe, self.trainer.scaler, self.trainer.engine
