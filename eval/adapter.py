@@ -7,6 +7,7 @@ is its own command with this model known; in a program, importing this module is
 
 import sys
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,11 +82,8 @@ class ThroughlineLM(LM):
         """Requests of one record that follow one another with one context are one question, whose common tokens are
         computed once; not those of different records: all of BLiMP's have the same empty context.
         """
-        pairs = [request.args for request in requests]
-        asked = [(request.task_name, request.doc_id, request.args[0]) for request in requests]
-        starts = [i for i in range(len(pairs)) if i == 0 or asked[i] != asked[i - 1]]
-        groups = [pairs[start:stop] for start, stop in zip(starts, [*starts[1:], len(pairs)])]
-        questions = self.scorer.encode(groups)
+        alike = groupby(requests, lambda one: (one.task_name, one.doc_id, one.args[0]))
+        questions = self.scorer.encode([[one.args for one in group] for _, group in alike])
         return [(score.logprob, score.greedy) for scores in self._scores(questions) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

@@ -32,11 +32,9 @@ NOTES = (
 
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
     """(JSON, lines) of two scores artifacts on their common tasks. Raises WrongUse for none or one asked otherwise."""
-    ours, theirs = read_scores(first), read_scores(second)
+    tasks, others = ({one["task"]: one for one in read_scores(path)["tasks"]} for path in (first, second))
     for path in (first, second):
         verify_artifact(path)
-    tasks = {summary["task"]: summary for summary in ours["tasks"]}
-    others = {summary["task"]: summary for summary in theirs["tasks"]}
     common = [name for name in tasks if name in others]
     where = f"{first} and {second}"
     if not common:

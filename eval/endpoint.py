@@ -19,6 +19,7 @@ from .opening import Opened, ScorerOptions, open_chat, scorer_of
 RETRIES = 5  # of a request that meets no server, a busy one or a fault of its own
 BATCH_TOKENS = 1 << 16  # whose answers are stored together
 STOPS = 4  # strings that OpenAI's servers take; the others end the answer here
+BIAS = 10_000  # above any difference of logits
 
 
 class Endpoint:
@@ -33,7 +34,8 @@ class Endpoint:
         key = os.environ.get("OPENAI_API_KEY", "none")
         base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.client = self.openai.OpenAI(base_url=base, api_key=key, max_retries=RETRIES)
-        self.url, self.decode, self.as_text = url, tokenizer.decode, False
+        self.url, self.decode = url, tokenizer.decode
+        self.bos = (tokenizer.bos_id,) if tokenizer.puts_bos else ()
         try:
             listed = {one.id: one.to_dict() for one in self.client.models.list()}
         except self.openai.OpenAIError as error:
@@ -43,7 +45,9 @@ class Endpoint:
             fix = did_you_mean(self.model, listed, f"give --model: {', '.join(listed)}")
             raise WrongUse(f"the server has no model {self.model!r}", where=url, fix=fix)
         told = listed[self.model]
-        self.context = int(told.get("max_model_len") or told.get("meta", {}).get("n_ctx_train") or 0)
+        self.as_text = told.get("owned_by") == "me"  # llama-cpp-python's server, which takes no ids
+        self.forced = self.as_text or told.get("owned_by") == "llamacpp"  # these tell nothing of a prompt
+        self.context = int(told.get("max_model_len") or told.get("meta", {}).get("n_ctx") or 0)
         self.vocab_size = int(told.get("vocab_size") or tokenizer.vocab_size)
         self.by = [base, self.model, str(told.get("hash") or told.get("created"))]
 
@@ -53,33 +57,50 @@ class Endpoint:
         fix = "check the address and OPENAI_API_KEY; the same command asks what is not answered yet"
         return Failed("the server gave no answer", where=self.url, why=why, fix=fix)
 
+    def untold(self, why: str) -> Failed:
+        """What a server cannot be asked."""
+        fix = "choose other tasks, or a server that returns them for ids (throughline, vLLM)"
+        what = "the server returns no log-probabilities of the prompt"
+        return Failed(what, where=self.url, why=why, fix=fix)
+
     def complete(self, ids: Sequence[int], **asked: Any) -> Any:
         """The one choice of a greedy completion."""
-        prompt = self.decode(ids) if self.as_text else list(ids)
+        asked["prompt"] = list(ids)
+        if self.as_text:  # this server puts its BOS before a text, and punishes repetition
+            asked["prompt"] = self.decode(ids[tuple(ids[:1]) == self.bos :])
+            asked["extra_body"] = {"repeat_penalty": 1.0}
         try:
-            made = self.client.completions.create(model=self.model, prompt=prompt, temperature=0, **asked)
+            made = self.client.completions.create(model=self.model, temperature=0, **asked)
         except self.openai.OpenAIError as error:
-            if isinstance(prompt, list) and "valid string" in str(error):
-                self.as_text = True  # llama-cpp-python's server takes no ids
-                return self.complete(ids, **asked)
             raise self.failed(error) from error
+        if self.as_text and made.usage.prompt_tokens != len(ids):
+            raise self.untold(f"it parts a text of {len(ids)} tokens in {made.usage.prompt_tokens}")
         return made.choices[0]
 
     def of_prompt(self, ids: Sequence[int], last: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the last tokens of a prompt: log-probability, and whether it is the arg-max."""
+        first = len(ids) - last
+        if self.forced:
+            own, best = np.array([self.of_next(ids[:end], ids[end]) for end in range(first, len(ids))]).T
+            return own, own >= best
         found = self.complete(ids, max_tokens=1, echo=True, logprobs=1).logprobs
-        logprobs, first = found.token_logprobs if found else [], len(ids) - last
-        begins = len(self.decode(ids[:first])) if self.as_text else 0
-        if len(logprobs) < len(ids) or (begins and found.text_offset[first] != begins):
-            why = f"it was asked for those of {len(ids)} tokens and told {len(logprobs)}"
-            if self.as_text:
-                why += "; it takes no ids, and may part a text otherwise than the tokenizer"
-            fix = "choose tasks of kind generate_until, or a server that returns them (throughline, vLLM)"
-            what = "the server returns no log-probabilities of the prompt"
-            raise Failed(what, where=self.url, why=why, fix=fix)
+        logprobs = (found and found.token_logprobs) or []
+        if len(logprobs) < len(ids):
+            raise self.untold(f"it was asked for those of {len(ids)} tokens and told {len(logprobs)}")
         own = np.array(logprobs[first : len(ids)], np.float64)
         best = np.array([max(top.values()) for top in found.top_logprobs[first : len(ids)]])
         return own, own >= best
+
+    def of_next(self, ids: Sequence[int], token: int) -> tuple[float, float]:
+        """The log-probabilities of the token behind the ids, which a bias makes llama.cpp write, and of the likeliest
+        one; neither has the bias in it.
+        """
+        found = self.complete(ids, max_tokens=1, logprobs=1, logit_bias={str(token): BIAS}).logprobs
+        if content := getattr(found, "content", None):
+            return content[0]["logprob"], content[0]["top_logprobs"][0]["logprob"]
+        if not found or not found.token_logprobs:
+            raise self.untold(f"it tells nothing of the token {self.decode([token])!r}")
+        return found.token_logprobs[0], max(found.top_logprobs[0].values())
 
 
 class EndpointScorer(CausalScorer):
@@ -116,8 +137,7 @@ class EndpointScorer(CausalScorer):
             text = self.reader.complete(ids, max_tokens=max_tokens, **asked).text
             return text[: min((text.find(stop) for stop in until if stop in text), default=None)]
 
-        for number, text in enumerate(self.pool.map(answer, prompts)):
-            yield [(number, text)]
+        yield from ([found] for found in enumerate(self.pool.map(answer, prompts)))
 
 
 def open_endpoint(options: ScorerOptions) -> Opened:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ..train.build import RunPlan
     from ..train.engine import Engine
 
-
 PROMPT, CONTINUED = 16, 48  # tokens of a sample
 
 
@@ -55,7 +54,6 @@ class TextSample:
         assert model is not None and tokenizer is not None
         room = model.config.sequence_length - len(self.job.prompt_ids)
         job = replace(self.job, max_tokens=min(CONTINUED, room))
-        said = ""
         with suppress(ThroughlineError):  # of weights that are no longer finite
             batch = SlotBatch(TorchCausal(model), tokenizer.decode, 1, tokenizer.vocab_size, prefix_bytes=0)
             said = "".join(delta.text for _, _, delta in answer(batch, [job]))
@@ -88,10 +86,8 @@ class TaskEvaluator:
 
     def __call__(self, engine: "Engine", step: int) -> dict[str, float]:
         """Collective; the first process scores, the others return nothing."""
-        if step != self.steps and (not self.every or step % self.every):
-            return {}
-        model = whole_model(engine)
-        if model is None:
+        due = step == self.steps or (self.every and not step % self.every)
+        if not due or (model := whole_model(engine)) is None:
             return {}
         found = evaluate(self._scorer(model), self.tasks, self.settings)
         means = group_means(found)

@@ -154,13 +154,11 @@ class MaskedScorer(BatchedScorer):
             places = np.concatenate([row.asked for row in rows])
             targets = np.concatenate([row.targets for row in rows])
             ranks = any(row.given for row in rows)  # of a cloze question the answer's rank counts
-            asked = lines, owner, places, targets
-            logprobs, greedy, above = self.reader.predict(asked, self.batch_tokens, ranks)
-            done = 0
-            for number, row in zip(group, rows):
-                part = slice(done, done + len(row.asked))
-                done = part.stop
-                rank = int(above[part].max()) if row.given else 0  # whatever shares its batch
-                found[number] = self.of_tokens(logprobs[part], greedy[part], rank)
+            predicted = self.reader.predict((lines, owner, places, targets), self.batch_tokens, ranks)
+            ends = np.cumsum([len(row.asked) for row in rows])[:-1]
+            parts = zip(*(np.split(values, ends) for values in predicted))
+            for number, row, (logprobs, greedy, above) in zip(group, rows, parts):
+                rank = int(above.max()) if row.given else 0  # whatever shares its batch
+                found[number] = self.of_tokens(logprobs, greedy, rank)
         scores = (found[number] for number in range(len(flat)))
         return [tuple(next(scores) for _ in rows) for rows in laid]

@@ -10,8 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +26,6 @@ OUT_OF_MEMORY = re.compile(
     "(can't|Failed to) allocate memory|not enough memory|bad_alloc|CUDA error: out of memory|STATUS_ALLOC_FAILED"
 )
 RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
-
 
 Predicted = tuple[np.ndarray, np.ndarray]  # of each target: log-probability, whether it is the arg-max
 Ranked = tuple[np.ndarray, np.ndarray, np.ndarray]  # and how many tokens are more probable
@@ -145,15 +142,13 @@ class BatchedScorer:
         alike: dict[Ids, list[int]] = {}
         for index in sorted(range(len(laid)), key=lambda index: (-laid[index][0], index)):
             alike.setdefault(questions[index].trunk, []).append(index)
-        cut = partial(batches, limits=Limits(tokens=self.batch_tokens), packed=True)
-        returned = time.monotonic()
-        for batch in chain.from_iterable(
-            cut(order, lambda index: laid[index][0]) for order in alike.values()
-        ):
-            yield from halving(batch, lambda part: self.answered([laid[index][1] for index in part]))
-            if time.monotonic() - returned > RETURN_SECONDS:
-                return_freed_memory()  # what differing sizes leave in the heap adds up to 20 MB
-                returned = time.monotonic()
+        limits, returned = Limits(tokens=self.batch_tokens), time.monotonic()
+        for order in alike.values():
+            for batch in batches(order, lambda index: laid[index][0], limits, packed=True):
+                yield from halving(batch, lambda part: self.answered([laid[index][1] for index in part]))
+                if time.monotonic() - returned > RETURN_SECONDS:
+                    return_freed_memory()  # what differing sizes leave in the heap adds up to 20 MB
+                    returned = time.monotonic()
 
 
 def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ...]]]) -> Iterator[Scored]:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def score(
 ) -> dict[str, dict[str, float]]:
     """The mean metrics over the queries by words, and with embeddings by these and by both."""
     names = np.array(list(collection.documents))
-    totals: dict[str, dict[str, float]] = {}
+    graded: dict[str, list[dict[str, float]]] = {}
     for query, text in collection.queries.items():
         found = {WORDS: words(text)}
         if vectors is not None:
@@ -161,10 +162,8 @@ def score(
             found[BOTH] = fused(found[WORDS], found[VECTORS], weight)
         for way, scores_D in found.items():
             order = names[np.argsort(-scores_D, kind="stable")[: max(RECALL_AT)]]
-            total = totals.setdefault(way, {})
-            for name, value in metrics(order.tolist(), collection.relevant[query]).items():
-                total[name] = total.get(name, 0.0) + value / len(collection.queries)
-    return totals
+            graded.setdefault(way, []).append(metrics(order.tolist(), collection.relevant[query]))
+    return {way: {name: fmean(one[name] for one in each) for name in each[0]} for way, each in graded.items()}
 
 
 def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str, Any]:

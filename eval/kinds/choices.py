@@ -54,8 +54,7 @@ class MultipleChoice(Kind):
         found = {name: [float(np.argmax(values) in correct)] for name, values in picks.items()}
         labels = [float(item.gold), float(np.argmax(sums))]
         likely = np.exp(sums - sums.max()) / np.exp(sums - sums.max()).sum()
-        right = np.zeros(len(sums), bool)
-        right[list(correct)] = True
+        right = np.isin(np.arange(len(sums)), correct)
         found["exact_match"] = [float(any(scores[choice].greedy for choice in correct))]
         found["brier_score"] = [float(((likely - right) ** 2).sum())]
         found["share_right"] = [float(likely[right].sum())]
