@@ -181,23 +181,13 @@ def _matches(scratch: Path, kind: str) -> np.ndarray:
 
 
 def _later(pairs: np.ndarray) -> np.ndarray:
-    """Documents that are not the first of their group; groups join through shared members (union-find)."""
-    parent: dict[int, int] = {}
+    """Documents that are not the first of their group; groups join through shared members."""
+    from networkx.utils import UnionFind
 
-    def root(document: int) -> int:
-        path = []
-        while (above := parent.get(document, document)) != document:
-            path.append(document)
-            document = above
-        for passed in path:
-            parent[passed] = document
-        return document
-
-    for later, first in pairs.tolist():
-        a, b = root(later), root(first)
-        if a != b:
-            parent[max(a, b)] = min(a, b)
-    return np.array(sorted(document for document in parent if root(document) != document), np.int64)
+    groups = UnionFind()
+    for pair in pairs.tolist():
+        groups.union(*pair)
+    return np.array(sorted(later for group in groups.to_sets() for later in sorted(group)[1:]), np.int64)
 
 
 def _write_kept(sources: list[Source], options: ReadOptions, drop: np.ndarray, folder: Path) -> None:
