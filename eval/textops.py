@@ -2,38 +2,22 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-# WikiText's detokeniser: (pattern, replacement) of literal and regular-expression steps, in this order.
-_WIKITEXT_LITERAL_FIRST = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
-_WIKITEXT_PUNCTUATION = tuple((f" {mark} ", f"{mark} ") for mark in ":;.!?,")
-_WIKITEXT_BRACKETS = tuple(
-    (rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}")
-    for left, right in ("()", "[]", "{}", '""', "''")
-)
-_WIKITEXT_LAST = (
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
-)
+
+@cache
+def _wikitext_rules() -> list[tuple[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("wikitext.toml").read_text(encoding="utf-8"))["rules"]
 
 
 def wikitext_detokenize(text: str) -> str:
     """Undo WikiText's spacing (the same rules in lm_eval and in Megatron-LM's zero-shot task)."""
-    text = text.replace("s '", "s'")
-    text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)  # as published; it matches next to nothing
-    for old, new in (*_WIKITEXT_LITERAL_FIRST, *_WIKITEXT_PUNCTUATION):
-        text = text.replace(old, new)
-    for pattern, new in _WIKITEXT_BRACKETS:
+    for pattern, new in _wikitext_rules():
         text = re.sub(pattern, new, text)
-    for old, new in _WIKITEXT_LAST:
-        text = text.replace(old, new)
     return text
 
 
