@@ -39,7 +39,7 @@ class BERT(nn.Module):
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.projection = nn.Linear(table, width, bias=config.bias) if config.embedding_width else None
         self.relative_bias = RelativeBias(config) if config.relative_buckets else None
-        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
         if config.embedding_norm:
             self.blocks["0"].attention_norm = nn.Identity()  # it reads what is normed
         if (pattern := config.attention_pattern) is not None:
@@ -127,8 +127,8 @@ class BERT(nn.Module):
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         seen: Mask | None = documents if documents is not None else mask
         tables = layer_tables(self.config, positions, x_BSW.dtype)
-        for layer, block in self.blocks.items():
-            x_BSW = block(x_BSW, seen, rotary=tables.get(self.config.kind_of(int(layer))))
+        for block in self.blocks.values():
+            x_BSW = block(x_BSW, seen, rotary=tables)
         return self.norm(x_BSW) if self.config.norm_first else x_BSW
 
     def mlm_head(self, hidden_NW: Tensor) -> Tensor:

@@ -110,13 +110,13 @@ class GPT(nn.Module):
             mask = alibi(self.config.heads, mask, x_BSW.dtype)
         tables = layer_tables(self.config, positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
-        kind_of, first = self.config.kind_of, self.config.layers
+        first = self.config.layers
         if further_ids is not None:
-            number, token_BSW = first + depth - 1, self.token_table(further_ids)
-            return self.blocks[str(number)](x_BSW, token_BSW, mask, is_causal, tables.get(kind_of(number)))
+            token_BSW = self.token_table(further_ids)
+            return self.blocks[str(first + depth - 1)](x_BSW, token_BSW, mask, is_causal, tables)
         for layer, block in self.blocks.items():
             if int(layer) < first:
-                x_BSW = block(x_BSW, mask, is_causal, tables.get(kind_of(int(layer))))
+                x_BSW = block(x_BSW, mask, is_causal, tables)
         return self.norm(x_BSW)
 
     def head(self, hidden_BSW: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from .attention import Mask, scaled_dot_product
 from .config import BERTConfig, GPTConfig
 from .experts import RoutedFeedForward, gated
-from .rotary import Rotary, rotate, yarn_magnitude
+from .rotary import Rotary, Tables, rotate, yarn_magnitude
 from .transformer import TransformerConfig
 
 LATENT_EPSILON = 1e-6  # of the norms of latents, whatever the others have, as in transformers
@@ -228,6 +228,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
+        self.kind = config.kind_of(layer)  # `l`, `g` or `n`: whose rotary tables it takes
         self.way = "before" if isinstance(config, BERTConfig) and config.norm_first else "sum"
         if isinstance(config, GPTConfig):
             self.way = config.norm_place if config.residual == "sequential" else config.residual
@@ -242,9 +243,9 @@ class Block(nn.Module):
             self.mlp_after_norm = make_norm(config)
 
     def forward(
-        self, x_BSW: Tensor, mask: Mask | None = None, is_causal: bool = False, rotary: Rotary | None = None
+        self, x_BSW: Tensor, mask: Mask | None = None, is_causal: bool = False, rotary: Tables | None = None
     ) -> Tensor:
-        how = (mask, is_causal, rotary)
+        how = (mask, is_causal, rotary.get(self.kind) if rotary else None)
         if self.way == "before":
             x_BSW = x_BSW + self.drop(self.attention(self.attention_norm(x_BSW), *how))
             return x_BSW + self.drop(self.mlp(self.mlp_norm(x_BSW)))

@@ -23,9 +23,10 @@ from torch import Tensor
 from .config import TransformerConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D), D numbers of a head that are turned
+Tables = dict[str, Rotary]  # by the kind of layer
 
 
-def layer_tables(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> dict[str, Rotary]:
+def layer_tables(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> Tables:
     """Cosines and sines by the kind of layer; none where nothing is turned."""
     if config.positions != "rotary":
         return {}

@@ -38,6 +38,13 @@ class MuonAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, **options)
         self.whole, self.interleaved, self.dtype = whole, interleaved, dtype
+        # the hidden matrices of which other processes hold parts, and the others
+        self.cut: list[LocalShard] = []
+        self.alone: list[LocalShard] = []
+        for part in whole.parts:
+            if is_hidden_matrix(part.name, len(part.spec.shape)):
+                cut = whole.shard.group is not None or self._tensor(part).group is not None
+                (self.cut if cut else self.alone).append(part)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -47,16 +54,9 @@ class MuonAdamW(torch.optim.AdamW):
         for parameter in aheads:
             parameter.grad = None  # so that AdamW passes it by
             parameter.mul_(1 - groups[parameter]["lr"] * groups[parameter]["weight_decay"])
-        cut, whole = [], []
-        for part in self.whole.parts:
-            if not is_hidden_matrix(part.name, len(part.spec.shape)):
-                continue
-            if self.whole.shard.group is not None or self._tensor(part).group is not None:
-                cut.append(part)
-            elif part.value in aheads:
-                whole.append(part.value)
+        whole = [part.value for part in self.alone if part.value in aheads]
         self._move([(p, aheads[p], groups[p]["interleaved"], groups[p]["lr"]) for p in whole])
-        for part, direction in self._spread(cut, aheads):
+        for part, direction in self._spread(aheads):
             if part.value in aheads:
                 part.value.sub_(direction, alpha=groups[part.value]["lr"])
         super().step()
@@ -64,12 +64,10 @@ class MuonAdamW(torch.optim.AdamW):
     def _tensor(self, part: LocalShard) -> Axis:
         return ALONE if part.cut is None else self.whole.tensor
 
-    def _spread(
-        self, cut: Sequence[LocalShard], aheads: dict[Tensor, Tensor]
-    ) -> Iterator[tuple[LocalShard, Tensor]]:
+    def _spread(self, aheads: dict[Tensor, Tensor]) -> Iterator[tuple[LocalShard, Tensor]]:
         """For every part of a cut matrix its part of the direction. Collective, also for who holds nothing of it."""
         alike: dict[Any, list[LocalShard]] = {}
-        for part in cut:
+        for part in self.cut:
             alike.setdefault((part.spec.shape, self.interleaved(part.name), part.cut), []).append(part)
         for (shape, kind, dim), parts in alike.items():
             shard, tensor = self.whole.shard, self._tensor(parts[0])
