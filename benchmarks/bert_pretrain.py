@@ -29,9 +29,8 @@ from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, StepBatch, prepare
 from throughline.train.optimizers.build import build_optimizer
 from throughline.train.parallel.mesh import Mesh
-from throughline.train.precision import LossScaler
 from throughline.train.recipes.recipe import Recipe
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import LossScaler, Trainer, train_step
 
 GOALS = {"bert-128": 2.0, "bert-512": 2.5, "bert-full-rows": 1.3}
 PARTS = [f"{part}{end}" for part in GOALS for end in ("", "-fp32")]

@@ -20,8 +20,7 @@ from throughline.train.checkpoints.checkpoint import CheckpointWriter
 from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
 from throughline.train.parallel.ranks import Ranks
-from throughline.train.precision import LossScaler
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import LossScaler, Trainer, train_step
 
 LAYOUT = Layout(data=2)
 CONFIG = replace(preset("gpt2-124m"), layers=4, sequence_length=128)

@@ -33,8 +33,7 @@ from throughline.train.engine import Engine
 from throughline.train.loss import Words, head_loss_sum
 from throughline.train.objective import prepare
 from throughline.train.parallel.mesh import Axis, Mesh, start_group
-from throughline.train.precision import LossScaler
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import LossScaler, Trainer, train_step
 from torch import distributed as dist
 
 

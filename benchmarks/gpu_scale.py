@@ -31,8 +31,7 @@ from throughline.planner.layout import Layout
 from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, StepBatch, prepare
 from throughline.train.parallel.mesh import Mesh, make_mesh
-from throughline.train.precision import LossScaler
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import LossScaler, Trainer, train_step
 
 GOAL_MFU = 0.5
 MASKED = 0.15

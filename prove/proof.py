@@ -22,13 +22,14 @@ from ..models.config import FAMILIES, ModelConfig
 from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..train.engine import Engine
+from ..train.loss import wide_dtype
 from ..train.objective import StepBatch, prepare, pretraining
 from ..train.optimizers.averages import averaged
 from ..train.optimizers.build import build_optimizer
 from ..train.parallel.mesh import Mesh, make_mesh, start_group
-from ..train.precision import HALVES, LossScaler, computing_dtype, wide_dtype
+from ..train.precision import HALVES, computing_dtype
 from ..train.recipes.recipe import Recipe
-from ..train.step import Trainer, train_step
+from ..train.step import LossScaler, Trainer, train_step
 from .forked import run_ranks
 
 STEPS, ROWS, LENGTH, LEARNING_RATE, CLIP_NORM, SEED = 10, 16, 32, 1e-3, 0.5, 7

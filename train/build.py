@@ -26,11 +26,11 @@ from .objective import Objective, StepBatch, prepare, pretraining
 from .optimizers.build import build_optimizer, width_factor
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .parallelize import to_compile
-from .precision import LossScaler, check_products, pick_device, use_deterministic_kernels
+from .precision import check_products, pick_device, use_deterministic_kernels
 from .recipes.recipe import ObjectiveSection, Recipe
 from .recipes.resolved import check_epochs, model_config, outlook, predicted_step_seconds
 from .recipes.rules import require_processes
-from .step import Trainer
+from .step import LossScaler, Trainer
 
 
 @dataclass(frozen=True)

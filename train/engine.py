@@ -21,6 +21,7 @@ from ..models.config import ModelConfig, family_of
 from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..planner.tables import Box, table_at_ends
+from .loss import wide_dtype
 from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
 from .optimizers.averages import follow
 from .optimizers.offload import HostOffload
@@ -28,7 +29,7 @@ from .parallel.data import Communicator, GradientBuffer, before_backward, sum_gr
 from .parallel.mesh import Mesh
 from .parallel.pipeline import Pipeline, run_forward
 from .parallelize import parallelize
-from .precision import computing_dtype, wide_dtype
+from .precision import computing_dtype
 from .stage import LocalShard, Routers, Stage, local_shards, make_master, remove_other_stages, summed_over
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from ..planner.tables import even_part
 from ..planner.work import LARGE_VOCABULARY
 from .parallel.mesh import ALONE, Axis, reduced
 from .parallel.tensor import gather_rows, gather_same, sum_gradient
-from .precision import wide_dtype
 
 IGNORED = -100
 COLUMNS = {"cpu": 1, "cuda": 64}  # of the products, a multiple of
@@ -35,6 +34,11 @@ CHUNK_LOGITS = 1 << 20  # on a CPU, worked on while they are in the cache: 4 MiB
 Batch = dict[str, Tensor]
 Model = Any  # a GPT or a BERT, perhaps cut: nn.Module promises none of their attributes
 Sums = Callable[[Model, Tensor, Batch, Axis], Tensor]  # of the last hidden states
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over numbers of this dtype are kept in, and what an optimizer moves for weights of it."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
-"""Arithmetic: the device of a recipe, the dtype of the products, loss scaling for fp16, products in fp8.
+"""Arithmetic: the device of a recipe, the dtype of the products, products in fp8.
 
 With bf16 and fp16 the optimizer moves fp32 masters, of which the model has rounded copies, and gradients of 16 bits are
-added up in fp32. fp16 underflows below 6e-8, so its loss is scaled up and the gradients are divided again
-(Micikevicius et al. 2018, section 3.2), with the scale found by the run itself.
+added up in fp32.
 """
 
 import importlib.util
 import logging
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +19,6 @@ from ..models.attention_cuda import check_computes
 from .parallel.tensor import ColumnLinear, Product, RowLinear, Which
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
-GROWTH_INTERVAL = 2000  # good steps before the scale is doubled, as in torch.amp
 
 
 def pick_device(wanted: str, precision: str) -> torch.device:
@@ -53,32 +49,6 @@ def use_deterministic_kernels() -> None:
 def computing_dtype(precision: str) -> torch.dtype:
     """Dtype of the weights that the model computes with, of its products and activations."""
     return HALVES.get(precision, torch.float64 if precision == "fp64" else torch.float32)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over numbers of this dtype are kept in, and what an optimizer moves for weights of it."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass
-class LossScaler:
-    """fp16's scale of the loss, else 1: halved by an overflow, doubled after good steps; on a GPU a step later."""
-
-    scale: float = 1.0
-    good_steps: int = 0
-    active: bool = False
-
-    @classmethod
-    def of(cls, precision: str) -> "LossScaler":
-        return cls(FIRST_SCALE, 0, True) if precision == "fp16" else cls()
-
-    def update(self, finite: bool) -> None:
-        """After each step: whether its gradients were finite."""
-        self.good_steps += self.active
-        if self.active and not finite:
-            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
-        elif self.good_steps == GROWTH_INTERVAL:
-            self.scale, self.good_steps = self.scale * 2, 0
 
 
 def check_products(matmul: str, device: torch.device) -> None:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from ..models.experts import RoutedFeedForward, Routing
 from ..planner.tables import Box, Coordinates, ShardSpec, is_of_experts, make_shard_spec, stage_holds
-from .loss import Batch, Model, Sums, router_sums
+from .loss import Batch, Model, Sums, router_sums, wide_dtype
 from .parallel.context import chunk_documents
 from .parallel.data import sum_gradients
 from .parallel.mesh import ALONE, Axis, Mesh, reduced
-from .precision import wide_dtype
 
 # of a step's record
 ROUTER_FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "dropped_tokens", "expert_imbalance")

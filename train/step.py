@@ -3,6 +3,9 @@
 Losses, gradient norm and signals are read together. A CPU decides by them whether to clip or to skip. On a GPU with
 AdamW the device decides, in the optimizer's own kernel, and nothing waits: the figures go to the host behind the update
 and are read when the next step is under way. Other optimizers, compressed sums and offload are decided by the host.
+
+fp16 underflows below 6e-8, so its loss is scaled up and the gradients are divided again (Micikevicius et al. 2018,
+section 3.2), with the scale found by the run itself.
 """
 
 import math
@@ -16,7 +19,30 @@ from torch import Tensor
 
 from .engine import Engine, Mark
 from .objective import StepBatch
-from .precision import LossScaler
+
+FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
+GROWTH_INTERVAL = 2000  # good steps before the scale is doubled, as in torch.amp
+
+
+@dataclass
+class LossScaler:
+    """fp16's scale of the loss, else 1: halved by an overflow, doubled after good steps; on a GPU a step later."""
+
+    scale: float = 1.0
+    good_steps: int = 0
+    active: bool = False
+
+    @classmethod
+    def of(cls, precision: str) -> "LossScaler":
+        return cls(FIRST_SCALE, 0, True) if precision == "fp16" else cls()
+
+    def update(self, finite: bool) -> None:
+        """After each step: whether its gradients were finite."""
+        self.good_steps += self.active
+        if self.active and not finite:
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+        elif self.good_steps == GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * 2, 0
 
 
 @dataclass

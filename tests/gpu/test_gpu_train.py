@@ -14,8 +14,7 @@ from throughline.models.init import build
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, load_model, restore
 from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
-from throughline.train.precision import LossScaler
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import LossScaler, Trainer, train_step
 
 pytestmark = pytest.mark.gpu
 ROWS, LENGTH, VOCABULARY = 8, 64, 256

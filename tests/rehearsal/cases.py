@@ -16,8 +16,7 @@ from throughline.planner.layout import Layout
 from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
 from throughline.train.parallel.mesh import Mesh, make_mesh
-from throughline.train.precision import LossScaler
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import LossScaler, Trainer, train_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

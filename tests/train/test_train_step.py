@@ -18,10 +18,10 @@ from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_ru
 from throughline.train.objective import StepBatch
 from throughline.train.optimizers.averages import averaged
 from throughline.train.parallel.mesh import make_mesh, start_group
-from throughline.train.precision import GROWTH_INTERVAL, LossScaler, pick_device
+from throughline.train.precision import pick_device
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.stage import ROUTER_FIGURES
-from throughline.train.step import Trainer, launch_step, train_step
+from throughline.train.step import GROWTH_INTERVAL, LossScaler, Trainer, launch_step, train_step
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
