@@ -99,12 +99,13 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
     from ..train.recipes.resolved import model_config
-    from ..train.recipes.rules import require_processes
+    from ..train.recipes.rules import wrong_processes
 
     given = _given(arguments)
     recipe = pretraining_recipe(given["recipe"], given["overrides"])
     layout = recipe.parallel.layout()
-    require_processes(recipe, model_config(recipe), nproc or layout.world)
+    if nproc and nproc != layout.world:
+        raise wrong_processes(recipe, model_config(recipe), nproc)
     name = find_recipe(given["recipe"]).stem
     run_dir = given.get("run_dir") or f"runs/{name}"
     return layout.world, name, run_dir, layout.describe(), recipe.train.device != "cpu"

@@ -120,7 +120,8 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> tuple[Searc
     if name := options["optimizer"] or (recipe and recipe.optimizer.name):
         software = software.with_optimizer(name, config, bool(recipe and recipe.optimizer.ema_decay))
     if recipe is not None and software.name == "throughline":
-        software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
+        if recipe.compression.scheme != "none":
+            software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
         if recipe.train.compile == "off" and cluster.device != "cpu":
             software = software.uncompiled()
     software = software.on_processor() if cluster.device == "cpu" else software

@@ -12,7 +12,7 @@ from ..core.files import write_atomic
 from ..core.hardware import chips
 from ..core.recipe import Section, describe, dump_toml, find_recipe, load_recipe, read_toml, shipped_recipes
 from ..models.config import preset_names
-from ..planner.hardware import find_cluster, shipped_table
+from ..planner.hardware import find_cluster, shipped_clusters
 from ..train.finetune import recipe as finetune
 from ..train.recipes.new_recipe import new_recipe
 from ..train.recipes.recipe import Recipe
@@ -122,14 +122,14 @@ def new(out: Path, gpus: int | None, tokens: float | None, init_from: str | None
         raise WrongUse("not everything is given", where=missing, fix=fix)
     assert data and machine
     stored = TokenStore.open(data).tokens if Path(data).exists() else 0
-    cluster = find_cluster(machine) if machine in {*chips(), *shipped_table("clusters.toml")} else None
+    cluster = find_cluster(machine) if machine in {*chips(), *shipped_clusters()} else None
     chip = cluster.chip.key if cluster else machine
     text = new_recipe(model or "", data, chip, gpus or 1, tokens, init_from or "", stored)
     write_atomic(out, text)
     recipe = resolve(load_recipe(str(out), Recipe, (), RULES))
     learnt = stored * (1 - recipe.data.validation_fraction)
     facts, lines = outlook(recipe, model_config(recipe), cluster, learnt)
-    check_epochs(facts["epochs"])
+    check_epochs(recipe, learnt)
     if not stored:
         lines.append(f"{data} is not there yet: train --dry-run will say how often the run reads it")
     lines = [*text.splitlines(), f"written to {out}", *lines]

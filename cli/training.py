@@ -70,7 +70,7 @@ def train(
     plan = plan_run(resolved, None if dry_run else directory / "cache")
     if dry_run:
         if running_processes()[0] == 0:  # it speaks for all
-            console.result(plan.summary(), plan.lines())
+            console.result(*plan.summary())
         return
     evaluators: list[Evaluator] = [Validation(plan)] if plan.corpus.validation else []
     if TextSample.suits(plan):

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shutil
+import tomllib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,12 @@ def read_json(path: Path | str) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         fix = "restore the file or make it again"
         raise Refused("damaged JSON file", where=path, why=str(error), fix=fix) from error
+
+
+@cache
+def shipped_table(module: str, name: str) -> dict[str, Any]:
+    """The TOML table of that name beside a module, whose `__file__` is given."""
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def leaves(tree: Mapping[str, Any], between: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,14 +13,16 @@ import os
 import platform
 import shutil
 import subprocess
-import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from .artifact import read_manifest
 from .errors import Refused
+from .files import read_json, shipped_table
 
 # the first compute capability whose tensor cores take a dtype (CUDA programming guide, arithmetic tables)
 NEEDS_CAPABILITY = {"fp32": 0.0, "fp16": 7.0, "int8": 7.2, "bf16": 8.0, "tf32": 8.0, "fp8": 8.9}
@@ -90,7 +92,7 @@ class Machine:
 @functools.cache
 def chips() -> dict[str, Chip]:
     """Every known chip by key."""
-    raw = tomllib.loads(Path(__file__).with_name("chips.toml").read_text())
+    raw = shipped_table(__file__, "chips.toml")
     return {key: Chip(key=key, **{**row, "match": tuple(row["match"])}) for key, row in raw.items()}
 
 
@@ -112,6 +114,15 @@ def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
 def machine() -> Machine:
     """Facts of this machine, read once."""
     return Machine(_cpu(), _gpus())
+
+
+def read_calibration() -> dict[str, Any]:
+    """What study measured on this machine: chip, constants, provenance; empty without THROUGHLINE_CALIBRATION."""
+    place = os.environ.get("THROUGHLINE_CALIBRATION")
+    if not place:
+        return {}
+    read_manifest(place, "calibration")
+    return read_json(Path(place) / "calibration.json")
 
 
 def _cpu() -> Cpu:

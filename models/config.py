@@ -5,13 +5,11 @@ built models and against the published ones. Named shapes and their sources are 
 """
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
 from ..core.errors import WrongUse, did_you_mean
+from ..core.files import shipped_table
 from .transformer import TransformerConfig, listed
 
 
@@ -281,9 +279,8 @@ def family_of(config: ModelConfig) -> str:
     return "gpt" if isinstance(config, GPTConfig) else "bert"
 
 
-@cache
 def _presets() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
+    return shipped_table(__file__, "presets.toml")
 
 
 def preset_names(family: str | None = None) -> list[str]:

@@ -3,13 +3,12 @@
 No torch here.
 """
 
-import tomllib
 from collections.abc import Collection, Iterator
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import Refused
+from ..core.files import shipped_table
 from .config import BERTConfig, GPTConfig, ModelConfig
 from .transformer import TransformerConfig
 
@@ -80,7 +79,7 @@ class Family(NamedTuple):
 def families() -> dict[str, Family]:
     """By `model_type`."""
     rows: dict[str, dict[str, Any]] = {}
-    for kind, said in _table().items():
+    for kind, said in shipped_table(__file__, "families.toml").items():
         if "architecture" in said or "like" in said:
             rows[kind] = _merged(rows.get(said.get("like", ""), {}), said)
     return {kind: _family(row) for kind, row in rows.items()}
@@ -88,12 +87,7 @@ def families() -> dict[str, Family]:
 
 def shared(name: str) -> Any:
     """What all families have in common: `everywhere`, `scalings` or `windows`."""
-    return _table()[name]
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(files(__package__).joinpath("families.toml").read_text(encoding="utf-8"))
+    return shipped_table(__file__, "families.toml")[name]
 
 
 def _merged(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.config import BERTConfig, ModelConfig
+from ..models.config import ModelConfig
 from . import traffic
 from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
 from .hardware import Cluster
@@ -96,11 +96,6 @@ def sum_of(times: dict) -> Number:
     return sum(value for (_, kind), value in times.items() if kind != "core")
 
 
-def targets(work: Work, software: Software) -> float:
-    """Share of positions that get logits."""
-    return 1.0 if software.every_logit or not isinstance(work.config, BERTConfig) else work.predicted
-
-
 STEP_LAYERS = 8  # the host's work for one update is that of issuing so many layers
 HOST_UPDATE_BYTES_PER_S = 36 / 0.26e-9  # CPU-Adam: 0.26 s for 1e9 parameters [2101.06840, table 4 as quoted]
 
@@ -144,7 +139,7 @@ class Step:
         return (
             layer_kernels(self.config, share, software),
             table_kernels(self.config, share, software),
-            head_kernels(self.config, share, software, share.tokens * targets(self.work, software)),
+            head_kernels(self.config, share, software, share.tokens * self.work.targets(software)),
         )
 
     def times(self) -> tuple[dict, dict, dict]:
@@ -230,7 +225,7 @@ class Step:
 
     def tensor_time(self, layers: Number, tables: Number, head: Number) -> Number:
         """Seconds of a micro-batch's traffic over the tensor axis on a process with these layers."""
-        aimed, again = self.tokens * targets(self.work, self.software), 1.0 * (self.layouts.recompute == 2)
+        aimed, again = self.tokens * self.work.targets(self.software), 1.0 * (self.layouts.recompute == 2)
         if self.software.saves_products:  # half of the gathers are for products that are repeated
             again = again + 0.5 * (self.layouts.recompute == 1)
         ahead = self.config.blocks_ahead

@@ -5,29 +5,20 @@ by the key of a chip (its first machine is meant), or by `here`, this machine.
 """
 
 import dataclasses
-import json
 import math
-import os
 import tomllib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import read_manifest
 from ..core.errors import WrongUse, did_you_mean
-from ..core.hardware import Chip, chips, machine
+from ..core.files import shipped_table
+from ..core.hardware import Chip, chips, machine, read_calibration
 
 # FLOP in a cycle of one core in fp32 (two 16-wide multiply-adds) and a usual clock: a guess that `study` replaces
 CORE_GFLOPS = 64 * 2.5
 # power of a node at work over that of its chips: 10.2 kW of a DGX H100 (its user guide) over 8 x 700 W
 OVER_CHIPS = 1.8
-
-
-@cache
-def shipped_table(name: str) -> dict[str, Any]:
-    """The TOML table of that name beside this file: clusters, programs, bands, failures, grids."""
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -109,11 +100,16 @@ def require_network(cluster: Cluster, chips: int) -> None:
         raise WrongUse(what, where="--on", fix=f"at most {most:,} chips, or {own}")
 
 
+def shipped_clusters() -> dict[str, Any]:
+    """The rows of `clusters.toml` by key."""
+    return shipped_table(__file__, "clusters.toml")
+
+
 def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
     """The cluster of that name; what the file `overrides` says of it comes before the shipped. Raises WrongUse."""
     own = _read_overrides(overrides) if overrides else {}
     known = _chips(own.get("chips", {}), overrides)
-    shipped = shipped_table("clusters.toml")
+    shipped = shipped_clusters()
     rows = shipped | {key: shipped.get(key, {}) | fields for key, fields in own.get("clusters", {}).items()}
     if name == "here" and name not in rows:
         return this_machine()
@@ -163,15 +159,6 @@ def this_machine(processes: int = 1) -> Cluster:
     memory, bandwidth = found.chip.memory_gib * share, found.chip.bandwidth_gb_s * share
     part = dataclasses.replace(found.chip, memory_gib=memory, bandwidth_gb_s=bandwidth, tflops=tflops)
     return dataclasses.replace(found, chip=part)
-
-
-def read_calibration() -> dict[str, Any]:
-    """What study measured on this machine: chip, constants, provenance; empty without THROUGHLINE_CALIBRATION."""
-    place = os.environ.get("THROUGHLINE_CALIBRATION")
-    if not place:
-        return {}
-    read_manifest(place, "calibration")
-    return json.loads((Path(place) / "calibration.json").read_text(encoding="utf-8"))
 
 
 def _calibrated(cluster: Cluster) -> Cluster:

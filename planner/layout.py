@@ -270,7 +270,7 @@ def default_micro_rows(layout: Layout, rows: int) -> int:
     return next((own // count for count in counts if own % count == 0), 1)
 
 
-def require_world(
+def wrong_world(
     layout: Layout,
     world: int,
     config: ModelConfig,
@@ -278,10 +278,8 @@ def require_world(
     rows: int,
     micro_rows: int,
     allowed: Allowed = lambda layout, micro_rows: True,
-) -> None:
-    """Raise WrongUse, with the nearest legal layouts, when the running processes are not those of the layout."""
-    if layout.world == world:
-        return
+) -> WrongUse:
+    """The error of a world of processes that is not the layout's, with the nearest legal layouts."""
     near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows, allowed)
     launch = f"throughline launch --nproc {layout.world} -- ..."
     fix = f"{launch}; no layout of this recipe fits {world}"
@@ -289,7 +287,7 @@ def require_world(
         others = [f"{found.product()}: {set_options(layout, found)}" for found in near]
         fix = "\n".join([f"{launch}, or one of the nearest layouts for {world}:", *others])
     what = f"the layout needs {layout.world} process{'es' * (layout.world != 1)}, not {world}"
-    raise WrongUse(what, where="parallel", why=layout.product(), fix=fix)
+    return WrongUse(what, where="parallel", why=layout.product(), fix=fix)
 
 
 def set_options(layout: Layout, other: Layout) -> str:

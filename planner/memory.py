@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..models.config import ModelConfig
-from .cost import targets
 from .kernels import kept_bytes, share_of
-from .work import Layouts, Number, Precision, Software, Work, layer_parameters
+from .work import PROCESSOR_RUNTIME_BYTES, Layouts, Number, Precision, Software, Work, layer_parameters
 
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
 HEAP_HOLES = 0.3  # on a processor: of activations and logits, held by the kept heap and of no use
@@ -118,7 +117,7 @@ def layer_at_work(work: Work, layouts: Layouts, software: Software) -> Number:
 
 def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number) -> Number:
     """Logits of a micro-batch with what the loss makes of them; in slices with fp32 or (compiled) 16-bit gradients."""
-    entries = tokens * targets(work, software) * work.config.vocab_size / layouts.tensor
+    entries = tokens * work.targets(software) * work.config.vocab_size / layouts.tensor
     matrix, most = work.config.vocab_size * work.config.width / layouts.tensor, software.logits_at_once
     # what every further token has kept of its own: the gradient of its logits, or of the matrix
     kept = np.where(entries > most, 4.0 * matrix, software.precision.activation * entries)
@@ -242,3 +241,13 @@ def host_terms(
         "gradient sums": np.where(summed, owned * master, 0.0),
         "update scratch": np.where(~np.asarray(summed) & (numbers.master > 0), unit * master, 0.0),
     }
+
+
+def terms_beside_gpu(work: Work, layouts: Layouts, software: Software) -> dict[str, int]:
+    """Bytes by term that a process on a GPU takes of the host: offload's, a checkpoint's copy, its own."""
+    saved = device_terms(work, layouts, dataclasses.replace(software, on_host=True))
+    terms = host_terms(work, layouts, software) | {
+        "checkpoint copy": saved["checkpoint copy"] + saved["last checkpoint"],
+        "runtime": PROCESSOR_RUNTIME_BYTES,
+    }
+    return {name: round(float(size)) for name, size in terms.items() if size}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import WrongUse, did_you_mean
+from ..core.files import shipped_table
 from .cost import step_seconds
-from .hardware import shipped_table
 from .search import Candidate, Search, band
 
 SECONDS_PER_DAY = 86400.0
@@ -41,7 +41,7 @@ class Goodput:
 
 def node_failures() -> dict[str, float]:
     """Published failures of a node in a day, by the name of the run."""
-    rows = shipped_table("failures.toml").items()
+    rows = shipped_table(__file__, "failures.toml").items()
     return {name: row["interruptions"] / row["nodes"] / row["days"] for name, row in rows}
 
 
@@ -106,7 +106,7 @@ class Run:
 
 def grid_intensity(name: str) -> float:
     """Grams of CO2 a kWh of a number, or of a country of grids.toml. Raises WrongUse."""
-    grids = shipped_table("grids.toml")
+    grids = shipped_table(__file__, "grids.toml")
     try:
         value = grids.get(name) or float(name)
     except ValueError:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.files import shipped_table
 from .cost import step_time
-from .hardware import FITTED, Cluster, shipped_table
+from .hardware import FITTED, Cluster
 from .layout import Layout, divisors, layout_problems
 from .memory import capacity_bytes, host_terms, needed_bytes
 from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Software, Work
@@ -294,7 +295,7 @@ def band(search: Search) -> float:
     """Relative error that four predictions in five keep: of the program's rows left out of the fit (bands.toml), on a
     chip that has any row; else UNKNOWN, half of that after `study` of the machine itself.
     """
-    table = shipped_table("bands.toml")
+    table = shipped_table(__file__, "bands.toml")
     row, chips = table.get(search.software.name), {chip for row in table.values() for chip in row["chips"]}
     if row and search.cluster.chip.key in chips:
         return row["band"]

@@ -8,7 +8,6 @@ is printed and what sockets carry.
 import dataclasses
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -60,13 +59,6 @@ class Traffic:
     calls: int
     bytes: int
     what: str
-
-
-def prepared_places(rows: int, length: int, fraction: float) -> tuple[int, int]:
-    """The step in which places for masked-token logits are prepared, a quarter of the most targets, and their most."""
-    most = max(rows * math.ceil(length * fraction), 1)
-    step = -(-most // 4)
-    return step, -(-most // step) * step
 
 
 def held(config: ModelConfig, layout: Layout, place: Coordinates) -> int:
@@ -270,9 +262,7 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: i
 
 
 def with_compression(software: Software, config: ModelConfig, scheme: str, rank: int) -> Software:
-    """The program with compressed gradients, warmed up: copies send fewer bytes and keep what they did not send."""
-    if scheme == "none":
-        return software
+    """The program with gradients that a scheme compresses, warmed up: copies send less and keep what is not sent."""
     numbers, parts = software.precision, list(shard_specs(config, Layout(data=2), Coordinates()))
     sent = []
     for name in (scheme, "none"):

@@ -13,8 +13,9 @@ from typing import Any, get_args
 import numpy as np
 
 from ..core.errors import WrongUse
-from ..models.config import GPTConfig, ModelConfig
-from .hardware import read_calibration, shipped_table
+from ..core.files import shipped_table
+from ..core.hardware import read_calibration
+from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .layout import Layout, Sharding
 from .tables import optimizer_numbers, parameter_shapes
 
@@ -134,7 +135,7 @@ NUMBERS = {"half": HALF, "autocast": AUTOCAST, "apex": APEX}
 @cache
 def _table() -> dict[str, Software]:
     found = {}
-    for name, row in shipped_table("software.toml").items():
+    for name, row in shipped_table(__file__, "software.toml").items():
         row = row | {"precision": replace(NUMBERS[row["precision"]], **row.get("bytes", {}))}
         found[name] = Software(name, **{key: value for key, value in row.items() if key != "bytes"})
     return found
@@ -173,9 +174,20 @@ class Work:
     def tokens(self) -> int:
         return self.rows * self.length
 
+    def targets(self, software: Software) -> float:
+        """Share of positions that get logits."""
+        return 1.0 if software.every_logit or not isinstance(self.config, BERTConfig) else self.predicted
+
     def micro_batches(self, layouts: "Layouts") -> Number:
         """Of one process in a step."""
         return self.rows / (layouts.data * layouts.micro_rows)
+
+
+def prepared_places(rows: int, length: int, fraction: float) -> tuple[int, int]:
+    """The step in which places for masked-token logits are prepared, a quarter of the most targets, and their most."""
+    most = max(rows * math.ceil(length * fraction), 1)
+    step = -(-most // 4)
+    return step, -(-most // step) * step
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .parallelize import to_compile
 from .precision import check_products, pick_device, use_deterministic_kernels
 from .recipes.recipe import ObjectiveSection, Recipe
-from .recipes.resolved import check_epochs, model_config, outlook, predicted_step_seconds
-from .recipes.rules import require_processes
+from .recipes.resolved import check_epochs, model_config, outlook
+from .recipes.rules import wrong_processes
 from .step import LossScaler, Trainer
 
 
@@ -74,41 +74,36 @@ class RunPlan:
     def tokens_per_step(self) -> int:
         return self.recipe.train.rows_per_step * self.recipe.train.sequence_length
 
-    def summary(self) -> dict[str, Any]:
-        return {
+    def summary(self) -> tuple[dict[str, Any], list[str]]:
+        """What is planned and predicted, for a script and for a person."""
+        train, learnt = self.recipe.train, sum(store.tokens for store in self.corpus.train)
+        ahead, words = outlook(self.recipe, self.config, None, learnt)
+        facts = {
             "family": self.family,
             "parameters": self.config.parameter_count(),
             "device": str(self.device),
-            "train_tokens_in_store": sum(store.tokens for store in self.corpus.train),
+            "train_tokens_in_store": learnt,
             "text_bytes": self.corpus.text_bytes,
             "validation_tokens": sum(store.tokens for store in self.corpus.validation),
-            "flops": self.recipe.train.tokens
-            * self.config.flops_per_token(self.recipe.train.sequence_length),
+            "flops": train.tokens * self.config.flops_per_token(train.sequence_length),
             "memory_bytes": sum(self.memory.values()),
             "memory": self.memory,
-            "step_seconds": predicted_step_seconds(self.config, self.recipe),
-            **self.outlook[0],
+            "step_seconds": ahead["seconds"] / train.steps,
+            **ahead,
         }
-
-    @cached_property
-    def outlook(self) -> tuple[dict[str, Any], list[str]]:
-        return outlook(self.recipe, self.config, None, sum(store.tokens for store in self.corpus.train))
-
-    def lines(self) -> list[str]:
-        facts = self.summary()
-        split = f"{facts['train_tokens_in_store']:,} tokens"
+        split = f"{learnt:,} tokens"
         if self.corpus.text_bytes:
             split = f"of {amount(self.corpus.text_bytes, 'B')} of text, tokenised before the first step"
-        most = "at most " if self.recipe.train.batch_ramp else ""
+        most = "at most " if train.batch_ramp else ""
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
-        return [
+        return facts, [
             f"{self.family} of {facts['parameters']:,} parameters on {facts['device']}",
-            f"{self.recipe.train.steps:,} steps of {most}{self.tokens_per_step:,} tokens: "
-            f"{facts['tokens_to_train']:,} tokens, {facts['flops']:.3g} FLOPs",
+            f"{train.steps:,} steps of {most}{self.tokens_per_step:,} tokens: "
+            f"{train.tokens:,} tokens, {facts['flops']:.3g} FLOPs",
             f"training split {split}, validation {facts['validation_tokens']:,} tokens",
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
             f"a step of about {duration(facts['step_seconds'])} (throughline study makes this surer)",
-            *self.outlook[1],
+            *words,
         ]
 
 
@@ -126,7 +121,8 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         use_deterministic_kernels()
     check_products(recipe.train.matmul, device)
     plan = validation_plan(recipe, device)
-    require_processes(recipe, plan.config, running_processes()[1])
+    if (running := running_processes()[1]) != recipe.parallel.layout().world:
+        raise wrong_processes(recipe, plan.config, running)
     memory = check_memory(plan.config, recipe, device)
     if plan.corpus.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
@@ -146,7 +142,7 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         corpus = replace(corpus, beside=Path(init_from))
     plan = replace(plan, memory=memory, corpus=corpus)
     if leads:
-        check_epochs(plan.outlook[0]["epochs"])
+        check_epochs(recipe, sum(store.tokens for store in corpus.train))
     return plan
 
 

@@ -40,8 +40,8 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
         what = f"the run needs {amount(need, 'B')} of memory, {device.type} has {amount(total, 'B')}"
         fix = "\n".join(_cheaper(recipe, config, device.type, total))
         raise Refused(what, where="model, train", why=_largest_first(terms), fix=fix)
-    host, here = host_memory(config, recipe), memory_limit_bytes() // processes_here()
-    if device.type == "cuda" and sum(host.values()) > here:
+    host = host_memory(config, recipe) if device.type == "cuda" else {}
+    if sum(host.values()) > (here := memory_limit_bytes() // processes_here()):
         most, key = amount(sum(host.values()), "B"), "train.offload" if recipe.train.offload else "checkpoint"
         what = f"a process needs {most} of the host, which has {amount(here, 'B')} for it"
         fix = "fewer processes on a machine, or more shards: parallel.sharding and parallel.data"

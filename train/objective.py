@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..models.config import ModelConfig, family_of
 from ..models.init import empty_model
-from ..planner.traffic import prepared_places
+from ..planner.work import prepared_places
 from .loss import FIGURES, IGNORED, Batch, Model, Sums, bert_sums, gpt_sums
 from .parallel.context import ROW_DOCUMENTS, cut_rows, documents_of
 from .parallel.mesh import ALONE, Axis

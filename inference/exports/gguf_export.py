@@ -18,7 +18,6 @@ Layouts, as llama.cpp's loaders expect them:
 
 import importlib.util
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Refused, extra
+from ...core.files import shipped_table
 from ...data.gguf import to_gguf
 from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
 from ...models.bert import BERT, BERTWithHead
@@ -54,7 +54,7 @@ GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
 LABELS = {"bert.pooler.dense": "cls", "classifier": "cls.output"}  # of a model that labels texts
 # what it computes: by family, by its own name of an architecture, and its names of our sizes
-KNOWN: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text())
+KNOWN: dict[str, dict[str, Any]] = shipped_table(__file__, "gguf.toml")
 
 
 @exports("gguf")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from throughline.cli.main import main
 from throughline.cli.plan import command
 from throughline.core.hardware import chips, machine
-from throughline.planner.hardware import shipped_table
+from throughline.planner.hardware import shipped_clusters
 from throughline.planner.work import OPTIMIZERS, PRECISIONS, RECOMPUTES, SHARDINGS
 
 LAYOUTS = ["sc21-1.7b", "--on", "dgx-a100-80gb", "--gpus", "8", "--rows", "64"]
@@ -273,7 +273,7 @@ MODELS = (
 )
 WHOLE = st.integers(-1, 4096).map(str) | st.sampled_from(["1000000", "x", "3.5", "nan"])
 REAL = st.floats(allow_nan=True, allow_infinity=True).map(str) | st.sampled_from(["0.5", "1", "1e9", "3e11"])
-ON = st.sampled_from([*shipped_table("clusters.toml"), *chips(), "here", "none"])
+ON = st.sampled_from([*shipped_clusters(), *chips(), "here", "none"])
 AXES = st.fixed_dictionaries(
     {},
     optional={

@@ -7,7 +7,7 @@ import pytest
 from throughline.core.hardware import chips
 from throughline.models.config import preset
 from throughline.planner.cost import step_time
-from throughline.planner.hardware import find_cluster, shipped_table
+from throughline.planner.hardware import find_cluster, shipped_clusters
 from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory
 from throughline.planner.report import explain
 from throughline.planner.run import Run
@@ -99,13 +99,13 @@ def test_fewest_chips_and_offload() -> None:
 
 def test_every_shipped_machine_says_where_its_figures_are_from() -> None:
     """A source, or the word unsourced; a price has its date."""
-    for key in shipped_table("clusters.toml"):
+    for key in shipped_clusters():
         cluster = find_cluster(key)
         assert len(cluster.source) > 10, key
         assert cluster.priced or not cluster.price_per_chip_hour, key
 
 
-@pytest.mark.parametrize("name", [*shipped_table("clusters.toml"), *chips()])
+@pytest.mark.parametrize("name", [*shipped_clusters(), *chips()])
 def test_every_cluster_plans(name: str) -> None:
     """A small model on one chip of everything shipped: a time, and a peak share below one."""
     asked = search("bert-base", 1, name, 32, 128)

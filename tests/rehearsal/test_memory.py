@@ -14,8 +14,7 @@ from cases import card, make, model
 from test_layouts import shapes_are_agreed  # noqa: F401
 from throughline.planner.layout import Layout
 from throughline.planner.memory import IN_A_STEP, stage_memory
-from throughline.planner.traffic import prepared_places
-from throughline.planner.work import Layouts, Work, find_software
+from throughline.planner.work import Layouts, Work, find_software, prepared_places
 
 SMALL = {"layers": 12, "width": 768, "heads": 12, "sequence_length": 1024}  # GPT-2 124M
 LARGE = {"layers": 24, "width": 2048, "heads": 16, "sequence_length": 2048}  # GPT-3 1.3B

@@ -8,7 +8,6 @@ containers and runs nothing. Of Megatron-LM, one tensor and one pipeline rank: G
 
 import argparse
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from ...core.artifact import MANIFEST, is_artifact, verify_artifact
 from ...core.console import warn
 from ...core.errors import Failed, Refused, WrongUse
-from ...core.files import leaves
+from ...core.files import leaves, shipped_table
 from ...data.backends import difference
 from ...data.tokenizer import Tokenizer
 from ...models import families, huggingface, huggingface_config
@@ -170,7 +169,7 @@ def megatron_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-NAMES = tomllib.loads(Path(__file__).with_name("megatron.toml").read_text())["names"]  # patterns, and ours
+NAMES = shipped_table(__file__, "megatron.toml")["names"]  # patterns, and ours
 
 
 def read_megatron(path: Path) -> GPT | BERT:

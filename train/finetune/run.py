@@ -27,7 +27,7 @@ from ..engine import Engine
 from ..logs.metrics import FILE as METRICS
 from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
-from ..recipes.rules import require_processes
+from ..recipes.rules import wrong_processes
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, fields_of, held_out, read_records
 from .tasks import TASKS, Task
@@ -136,7 +136,8 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     content, beside = tokenizer_file.read_bytes(), tokenizer_file.parent
     groups = [rows[start : start + each] for start in range(0, len(rows), each)]
     run, config = training_recipe(recipe, len(groups)), base.config
-    require_processes(run, config, running_processes()[1])
+    if (running := running_processes()[1]) != run.parallel.layout().world:
+        raise wrong_processes(run, config, running)
     named = (recipe.model.init_from, recipe.data.train, recipe.data.validation)
     inputs = [input_record(path) for path in named if path]
     return TaskPlan(

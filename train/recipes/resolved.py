@@ -16,7 +16,7 @@ from ...planner import memory, report, traffic
 from ...planner.cost import kernel_totals, step_seconds
 from ...planner.hardware import Cluster, this_machine
 from ...planner.layout import ZERO_BUBBLE, default_micro_rows
-from ...planner.work import LARGE_VOCABULARY, PROCESSOR_RUNTIME_BYTES, Layouts, Software, Work, find_software
+from ...planner.work import LARGE_VOCABULARY, Layouts, Software, Work, find_software, prepared_places
 from .recipe import ObjectiveSection, Recipe
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and Windows'
@@ -142,9 +142,9 @@ def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
 
 def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
     """A resolved recipe as the planner takes it; on a processor with the memory of the host."""
-    train, moves, shape = recipe.train, recipe.optimizer, step_shape(recipe)
-    places = shape.rows * shape.length // recipe.parallel.context
-    predicted = shape.predicted / places if recipe.objective else 1.0
+    train, moves = recipe.train, recipe.optimizer
+    places = train.rows_per_micro_batch * train.sequence_length // recipe.parallel.context
+    predicted = predicted_places(recipe) / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
     software = software.with_optimizer(moves.name, config, moves.ema_decay > 0)
@@ -164,7 +164,8 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
         evaluated_tokens=evaluated if recipe.data.validation_fraction or recipe.data.validation else 0,
         saves_between=recipe.checkpoint.save_every_steps > 0,
     )
-    software = traffic.with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
+    if (compression := recipe.compression).scheme != "none":
+        software = traffic.with_compression(software, config, compression.scheme, compression.rank)
     if device == "cpu":
         software = software.on_processor()
     return work, layouts, software
@@ -179,13 +180,7 @@ def predicted_memory(
 
 def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
     """Bytes by term that a process of a run on a GPU takes on the host: offload's, a checkpoint's copy, its own."""
-    work, layouts, software = described(config, recipe, "cuda")
-    saved = memory.device_terms(work, layouts, dataclasses.replace(software, on_host=True))
-    terms = memory.host_terms(work, layouts, software) | {
-        "checkpoint copy": saved["checkpoint copy"] + saved["last checkpoint"],
-        "runtime": PROCESSOR_RUNTIME_BYTES,
-    }
-    return {name: round(float(size)) for name, size in terms.items() if size}
+    return memory.terms_beside_gpu(*described(config, recipe, "cuda"))
 
 
 def predicted_step_seconds(config: ModelConfig, recipe: Recipe, cluster: Cluster | None = None) -> float:
@@ -202,18 +197,20 @@ def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str
     return kernel_totals(work, layouts, cluster, software)
 
 
+def predicted_places(recipe: Recipe) -> int:
+    """Positions with masked-token logits in a micro-batch, as prepared; of a GPT none."""
+    fraction, length = recipe.mask_fraction, recipe.train.sequence_length // recipe.parallel.context
+    return prepared_places(recipe.train.rows_per_micro_batch, length, fraction)[1] if fraction else 0
+
+
 def step_shape(recipe: Recipe) -> traffic.StepShape:
     """The shape of a resolved recipe's step."""
-    train = recipe.train
-    micro = train.rows_per_micro_batch
-    fraction = recipe.mask_fraction
-    length = train.sequence_length // recipe.parallel.context
-    predicted = traffic.prepared_places(micro, length, fraction)[1] if fraction else 0
+    train, micro = recipe.train, recipe.train.rows_per_micro_batch
     return traffic.StepShape(
         train.rows_per_step // (recipe.parallel.data * micro),
         micro,
         train.sequence_length,
-        predicted,
+        predicted_places(recipe),
         train.precision,
         train.recompute,
         halves=train.offload,
@@ -247,8 +244,9 @@ def outlook(
     return facts, lines
 
 
-def check_epochs(epochs: float | None) -> None:
-    """Warn of more passes over the same text than are worth it."""
-    if epochs and epochs > MOST_EPOCHS:
+def check_epochs(recipe: Recipe, learnt: float) -> None:
+    """Warn of more passes over the `learnt` tokens (0: not known) than are worth it."""
+    epochs = recipe.train.tokens / learnt if learnt else 0.0
+    if epochs > MOST_EPOCHS:
         why = f"from {MOST_EPOCHS} on a pass teaches little (Muennighoff et al. 2023): more text, or fewer steps"
         warn(f"the run reads its text {cell(epochs)} times; {why}")

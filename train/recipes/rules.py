@@ -215,11 +215,11 @@ def expert_rule(recipe: Recipe, config: ModelConfig) -> Iterable[Problem]:
         yield Problem("compression.scheme", "experts are not proven with it", 'scheme = "none"')
 
 
-def require_processes(recipe: Recipe, config: ModelConfig, processes: int) -> None:
-    """Raise WrongUse, with the nearest layouts that the recipe can have, unless its own is of so many processes."""
+def wrong_processes(recipe: Recipe, config: ModelConfig, processes: int) -> WrongUse:
+    """The error of processes that are not as many as the layout's, with the nearest layouts that can be had."""
     train, layout = recipe.train, recipe.parallel.layout()
     batch = train.sequence_length, train.rows_per_step, train.rows_per_micro_batch
-    layouts.require_world(layout, processes, config, *batch, partial(can_be_had, recipe))
+    return layouts.wrong_world(layout, processes, config, *batch, partial(can_be_had, recipe))
 
 
 def can_be_had(recipe: Recipe, layout: layouts.Layout, micro: int) -> bool:
