@@ -11,10 +11,10 @@ from ..core.console import amount, warn
 from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig, preset, preset_names
-from ..planner.memory import IN_A_STEP, MOMENTS
+from ..planner.memory import IN_A_STEP, MOMENTS, terms_beside_gpu
 from .parallel.mesh import processes_here
 from .recipes.recipe import Recipe
-from .recipes.resolved import host_memory, model_config, model_family, predicted_memory
+from .recipes.resolved import described, model_config, model_family, predicted_memory
 from .recipes.rules import RULES
 
 Change = tuple[str, dict[str, Any], dict[str, Any], bool]  # its text, fields of train and of parallel, joined
@@ -40,7 +40,7 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
         what = f"the run needs {amount(need, 'B')} of memory, {device.type} has {amount(total, 'B')}"
         fix = "\n".join(_cheaper(recipe, config, device.type, total))
         raise Refused(what, where="model, train", why=_largest_first(terms), fix=fix)
-    host = host_memory(config, recipe) if device.type == "cuda" else {}
+    host = terms_beside_gpu(*described(config, recipe)) if device.type == "cuda" else {}
     if sum(host.values()) > (here := memory_limit_bytes() // processes_here()):
         most, key = amount(sum(host.values()), "B"), "train.offload" if recipe.train.offload else "checkpoint"
         what = f"a process needs {most} of the host, which has {amount(here, 'B')} for it"

@@ -1,7 +1,6 @@
 """Arithmetic: the device of a recipe, the dtype of the products, products in fp8.
 
-With bf16 and fp16 the optimizer moves fp32 masters, of which the model has rounded copies, and gradients of 16 bits are
-added up in fp32.
+In 16 bits the optimizer moves fp32 masters, of which the model has rounded copies, and gradients are added up in fp32.
 """
 
 import importlib.util

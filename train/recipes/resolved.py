@@ -178,11 +178,6 @@ def predicted_memory(
     return memory.worst_terms(*described(config, recipe, device), moments)
 
 
-def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
-    """Bytes by term that a process of a run on a GPU takes on the host: offload's, a checkpoint's copy, its own."""
-    return memory.terms_beside_gpu(*described(config, recipe, "cuda"))
-
-
 def predicted_step_seconds(config: ModelConfig, recipe: Recipe, cluster: Cluster | None = None) -> float:
     """Seconds of one step here, or on another cluster; by the datasheet until `study` has measured this machine."""
     cluster = cluster or this_machine(recipe.parallel.layout().world)
