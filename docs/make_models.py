@@ -116,7 +116,7 @@ process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole
 share them and send each other rows ([Layouts](layouts.md)). Other optimizers, fp8, offload and compression are refused by name.
 In a graph for ONNX Runtime on a CPU its `MoE` operator computes the experts of a token alone. A graph of standard operators (portable, CUDA)
 computes all of them for every token, and those that were not chosen have no share: their products cost experts / experts_per_token times as much
-(4 times in Mixtral, 16 times in Qwen 3 30B-A3B), in memory as well. int8 and int4 of experts, groups of experts, experts for TensorRT and latent attention are refused, as is
+(4 times in Mixtral, 16 times in Qwen 3 30B-A3B), in memory as well. int8 and int4 of experts and experts for TensorRT are refused, as is
 a GGUF of DeepSeek V3 with YaRN, which its published sizes have: decoding in llama.cpp differed.
 `olmoe-1b-7b` is the published recipe, `olmoe-toy` its twin for a laptop.
 

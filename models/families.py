@@ -64,6 +64,7 @@ class Family(NamedTuple):
     usual: dict[str, Any]
     names: Names
     shape: dict[str, Any] = {}
+    always: dict[str, Any] = {}
     must: dict[str, list[Any]] = {}
     ignored: list[str] = []
     theta: tuple[str, float] = ("rope_theta", 10000.0)
@@ -208,10 +209,9 @@ def _latent_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> It
         if mine == "q" or (not config.q_latent and mine in ("q_down", "q_norm")):
             continue
         found = (f"{theirs}.{names.latent['q'] if mine == 'q_up' and not config.q_latent else name}.weight",)
-        if mine in sizes:
-            yield Pair(f"{ours}.{mine}.weight", found, "rolled", neighbours=turned, size=sizes[mine])
-        else:
-            yield Pair(f"{ours}.{mine}.weight", found)
+        pair = Pair(f"{ours}.{mine}.weight", found)
+        rolled = pair._replace(how="rolled", neighbours=turned, size=sizes.get(mine, 0))
+        yield rolled if mine in sizes else pair
 
 
 def _qkv_pairs(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:

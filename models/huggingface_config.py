@@ -22,10 +22,6 @@ NOT_THEIRS: tuple[str, ...] = ("huggingface", "nsp", "balance_loss", "router_z_l
 NOT_THEIRS += ("expert_capacity_factor", "predict_ahead", "predict_ahead_loss")
 SCALINGS: dict[str, dict[str, tuple[str, float]]] = shared("scalings")
 WINDOWS: dict[str, list[str]] = shared("windows")
-BIASES: dict[str, Fields] = {
-    "gpt2": {"bias": True},
-    "phi": {"linear_bias": "usual"},
-}  # that these always have
 UNTURNED = "qk_nope_head_dim"  # which with those that are turned is a head
 LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention", "n": "full_attention"}
 OUR_TYPES = {"full_attention": "g", "sliding_attention": "l"}
@@ -35,7 +31,7 @@ OPTIONAL = ("attention_softcap", "logit_softcap", "q_latent")  # 0 here is none 
 def describe(config: ModelConfig) -> tuple[Fields, ModelConfig]:
     """Their config fields for a shape, and the shape that they imply: some families always have biases."""
     kind = family_of_shape(config)
-    return _write(config, kind), _as_family(config, kind)
+    return _write(config, kind), dataclasses.replace(config, **families()[kind].always)
 
 
 def family_of_shape(config: ModelConfig) -> str:
@@ -52,13 +48,9 @@ def family_of_shape(config: ModelConfig) -> str:
     raise Refused("this shape has no Hugging Face layout of ours", where="model", why=why)
 
 
-def _as_family(config: ModelConfig, kind: str) -> ModelConfig:
-    return dataclasses.replace(config, **BIASES.get(kind, {}))
-
-
 def _differences(config: ModelConfig, kind: str) -> list[str]:
     """Our fields that are others once the config is written as a family and read again."""
-    wanted = dataclasses.asdict(_as_family(config, kind))
+    wanted = dataclasses.asdict(config) | families()[kind].always
     wanted["layer_pattern"] = _pattern([config.kind_of(layer) for layer in range(config.layers)])
     wanted |= {ours: 0 for ours, size in _usual_sizes(wanted).items() if wanted.get(ours) == size}
     found = dataclasses.asdict(_read(_write(config, kind), families()[kind], ""))
@@ -179,15 +171,8 @@ def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
         fix += ".save_pretrained(NEW, save_original_format=False)"
         raise Refused("the weights of this model are quantised", where=where, why=f"by {kind}", fix=fix)
     must = family.must | {"add_cross_attention": (False,)}
-    known = {
-        *family.fields,
-        *must,
-        *family.ignored,
-        *shared("everywhere"),
-        *WINDOWS[family.windows],
-        *family.dropouts,
-    }
-    known |= {family.biased, family.theta[0], family.part[0], "rope_parameters", "rope_scaling"}
+    known = {*family.fields, *must, *family.ignored, *shared("everywhere"), *family.dropouts, family.biased}
+    known |= {*WINDOWS[family.windows], family.theta[0], family.part[0], "rope_parameters", "rope_scaling"}
     for name, value in fields.items():
         if name in must and value is not None and value not in must[name]:
             raise unlike_ours(where, f"{name} = {value!r}")
@@ -252,16 +237,14 @@ def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fie
     ours = {ours: rope.get(theirs) or usual for theirs, (ours, usual) in names.items()}
     if ours.get("rope_original_length") == found["sequence_length"]:
         ours["rope_original_length"] = 0
-    if kind == "yarn" and math.isclose(
-        ours["rope_magnitude"], 0.1 * math.log(ours["rope_factor"]) + 1.0, rel_tol=1e-15
-    ):
+    usual = 0.1 * math.log(ours["rope_factor"]) + 1.0 if kind == "yarn" else 0.0
+    if kind == "yarn" and math.isclose(ours["rope_magnitude"], usual, rel_tol=1e-15):
         ours["rope_magnitude"] = 0.0  # the usual one, told
     ours = {name: float(value) if name != "rope_original_length" else value for name, value in ours.items()}
     if kind == "yarn" and not rope.get("truncate", True):
         ours["rope_truncate"] = False
     theta: Any = fields.get("rope_theta", fields.get(family.theta[0], family.theta[1]))
-    ours |= {"rope_scaling": "none" if kind == "default" else kind}
-    ours["rope_theta"] = float(rope.get("rope_theta") or theta)
+    ours |= {"rope_scaling": kind if names else "none", "rope_theta": float(rope.get("rope_theta") or theta)}
     if family.part[0]:
         share = rope.get("partial_rotary_factor") or fields.get(family.part[0]) or family.part[1]
         ours["rope_width"] = int((found.get("head_width") or found["width"] // found["heads"]) * share)

@@ -120,7 +120,8 @@ def check_fusion(
     elif grouped(config, options):
         expected = {"com.microsoft.GroupQueryAttention": layers}
     elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":
-        expected = {"Attention": layers} if options.opset >= 24 or not isinstance(config, GPTConfig) else {}
+        plain = isinstance(config, GPTConfig) and (options.opset < 24 or config.attention_sinks)
+        expected = {} if plain else {"Attention": layers}
     if options.variant == "onnxruntime" and options.precision == "int8":
         least = (3 if "com.microsoft.QAttention" in expected else 4) * layers
         expected["com.microsoft.DynamicQuantizeMatMul"] = least

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ...core.errors import Refused
 from ...models.config import GPTConfig
+from ...models.experts import SWIGLU_GAIN
 from ...models.families import refuse_beyond
+from ...models.layers import LATENT_EPSILON
 from ...models.rotary import rotary_table
 from ...models.transformer import TransformerConfig
 from .graph_options import PLAIN, GraphOptions
@@ -26,10 +27,11 @@ HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min
 # Fields beyond a Llama's that a graph has: rope is a table, whatever scaled it; biases are where there are weights.
 KNOWN = """
 rope_scaling rope_factor rope_original_length rope_low rope_high rope_magnitude rope_width rope_local_theta positions
-rope_truncate position_offset layer_pattern linear_bias output_bias qk_norm norm_from_one norm_place residual activation
-pooler embedding_width embedding_norm scaled_embeddings query_scalar attention_softcap logit_softcap
-experts experts_per_token expert_width shared_experts dense_layers expert_every router_scores router_normalised
-router_scale balance_bias balance_rate balance_loss router_z_loss expert_capacity_factor
+rope_truncate rope_magnitude_part rope_magnitude_all position_offset layer_pattern linear_bias output_bias qk_norm
+norm_from_one norm_place residual activation pooler embedding_width embedding_norm scaled_embeddings query_scalar
+attention_softcap attention_sinks logit_softcap kv_latent q_latent value_width gate_limit experts experts_per_token
+expert_width shared_experts dense_layers expert_every router_scores router_groups router_groups_per_token
+router_normalised router_scale balance_bias balance_rate balance_loss router_z_loss expert_capacity_factor
 """
 
 
@@ -40,25 +42,25 @@ def refuse_unknown(config: TransformerConfig, options: GraphOptions = PLAIN) -> 
         what = "a model with an attention pattern beyond a sliding window has no ONNX graph yet"
         fix = "evaluate, generate and serve it with the torch backend"
         raise Refused(what, where="attention_kind", fix=fix)
-    if isinstance(config, GPTConfig) and config.experts:
-        unlike = not config.gated or config.has_bias("mlp")
-        if unlike or options.precision in ("int8", "int4") or options.variant == "tensorrt":
-            what = "a graph has gated experts without biases, in fp32 and fp16, not for TensorRT"
-            fix = "--precision fp32, or generate and serve by torch"
-            raise Refused(what, where="model.experts", fix=fix)
+    unlike = not config.gated or options.precision in ("int8", "int4") or options.variant == "tensorrt"
+    if isinstance(config, GPTConfig) and config.experts and unlike:
+        what = "a graph has gated experts, in fp32 and fp16, not for TensorRT"
+        fix = "--precision fp32, or generate and serve by torch"
+        raise Refused(what, where="model.experts", fix=fix)
 
 
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
     """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
+    if not isinstance(config, GPTConfig) or config.head_size % 8 or config.positions == "alibi":
+        return False
     on_cuda = options.variant == "cuda" and options.half  # CUDA's is of float16
-    fits = isinstance(config, GPTConfig) and config.head_size % 8 == 0 and config.positions != "alibi"
-    return fits and (options.variant == "onnxruntime" or on_cuda)
+    return options.variant == "onnxruntime" or (on_cuda and not config.attention_sinks)
 
 
 class Blocks:
     """Writes parts of a model into a graph; `x` is always (batch, sequence, width)."""
 
-    def __init__(self, model: nn.Module, config: TransformerConfig, options: GraphOptions) -> None:
+    def __init__(self, model: Any, config: TransformerConfig, options: GraphOptions) -> None:
         refuse_unknown(config, options)
         self.config, self.options = config, options
         self.graph = Graph(options)
@@ -71,11 +73,12 @@ class Blocks:
             self.state[table] = self.state[table][config.position_offset :]
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
-        self.softcap, query_scalar = (getattr(config, k, 0.0) for k in ("attention_softcap", "query_scalar"))
-        self.scale = (query_scalar or config.head_size) ** -0.5  # of the scores
+        first, usual = model.blocks["0"], config.head_size**-0.5  # as in every block
+        self.way, self.softcap = first.way, first.attention.settled.get("softcap", 0.0)
+        self.scale = usual * first.attention.scale  # of the scores
         # what attention operators are told of the scores, if anything
-        self.scores: dict[str, Any] = {"scale": self.scale} if query_scalar else {}
-        self.scores |= {"softcap": self.softcap} if self.softcap else {}
+        self.scores: dict[str, Any] = {"scale": self.scale} if self.scale != usual else {}
+        self.scores |= first.attention.settled
         self._rotary: dict[bool, list[str]] = {}
 
     def weight(self, name: str) -> str:
@@ -95,14 +98,16 @@ class Blocks:
         return self.graph.product(x, name, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
 
     def norm(self, x: str, name: str, out: str = "") -> str:
-        """The config's norm over the last dim, in float32 whatever x is (`stash_type` 1), scaled in the type of x."""
-        graph, epsilon = self.graph, self.config.norm_epsilon
+        """The config's norm over the last dim, or a latent's, in float32 whatever x is, scaled in the type of x."""
+        graph, latent = self.graph, ".latent." in name
+        epsilon = LATENT_EPSILON if latent else self.config.norm_epsilon
+        by_mean = self.config.norm == "layernorm" and not latent
         if f"{name}.weight" not in self.state:  # the first behind a norm of the embeddings
             return x
         scale = self.weight(f"{name}.weight")
         bias = [self.weight(f"{name}.bias")] if f"{name}.bias" in self.state else []
-        if self.config.norm == "layernorm" or graph.opset >= 23:
-            op = "LayerNormalization" if self.config.norm == "layernorm" else "RMSNormalization"
+        if by_mean or graph.opset >= 23:
+            op = "LayerNormalization" if by_mean else "RMSNormalization"
             return graph.node(op, x, scale, *bias, out=out, axis=-1, epsilon=epsilon, stash_type=1)
         wide = graph.wide(x)
         square = graph.node("Mul", wide, wide)
@@ -110,7 +115,7 @@ class Blocks:
             square = graph.node("ReduceMean", square, graph.ints(-1))
         else:
             square = graph.node("ReduceMean", square, axes=[-1])
-        small = graph.weight("epsilon", np.array(epsilon, np.float32))
+        small = graph.weight(f"epsilon_{epsilon:g}", np.array(epsilon, np.float32))
         root = graph.node("Sqrt", graph.node("Add", square, small))
         return graph.node("Mul", graph.narrow(graph.node("Div", wide, root)), scale, out=out)
 
@@ -154,18 +159,18 @@ class Blocks:
             if not isinstance(self.config, GPTConfig):
                 return self.graph.split_heads(query, heads, self.config.head_size), key, value
         if isinstance(self.config, GPTConfig):
-            query = self._heads(query, heads, f"{name}.q_norm")
-            key, value = self._heads(key, groups, f"{name}.k_norm"), self._heads(value, groups)
+            query = self.heads_of(query, heads, f"{name}.q_norm")
+            key, value = self.heads_of(key, groups, f"{name}.k_norm"), self.heads_of(value, groups)
         return query, key, value
 
-    def _heads(self, x: str, heads: int, norm: str = "") -> str:
+    def heads_of(self, x: str, heads: int, norm: str = "") -> str:
         """(batch, sequence, heads * D) as the attention core takes it, through the heads' norm if they have one."""
         graph, size, scale = self.graph, self.config.head_size, self.state.get(f"{norm}.weight")
         if scale is not None and len(scale) == size:
-            x = self.norm(graph.node("Reshape", x, graph.ints(0, 0, heads, size)), norm)
+            x = self.norm(graph.reshape(x, 0, 0, heads, size), norm)
             if not self.grouped:
                 return graph.node("Transpose", x, perm=[0, 2, 1, 3])
-            return graph.node("Reshape", x, graph.ints(0, 0, heads * size))
+            return graph.reshape(x, 0, 0, heads * size)
         x = x if scale is None else self.norm(x, norm)
         return x if self.grouped else graph.split_heads(x, heads, size)
 
@@ -174,10 +179,8 @@ class Blocks:
         graph, size = self.graph, self.config.head_size
         flat = self.graph.product(x, name, *self.reordered(name, heads, parts))
         if isinstance(self.config, GPTConfig):
-            more: dict[str, Any] = {"num_outputs": parts} if graph.opset >= 18 else {}
-            first = graph.node("Split", flat, outputs=parts, axis=-1, **more)
-            return [first, *(f"{first}:{i}" for i in range(1, parts))]
-        apart = graph.node("Reshape", flat, graph.ints(0, 0, parts, heads, size))
+            return graph.split(flat, *[heads * size] * parts)
+        apart = graph.reshape(flat, 0, 0, parts, heads, size)
         stacked = graph.node("Transpose", apart, perm=[2, 0, 3, 1, 4])  # (parts, batch, heads, sequence, D)
         return [graph.node("Gather", stacked, graph.scalar(i), axis=0) for i in range(parts)]
 
@@ -229,13 +232,23 @@ class Blocks:
             turned.append(graph.node("Slice", x, ends[2], graph.ints(config.head_size), graph.ints(3)))
         return graph.node("Concat", *turned, axis=-1)
 
-    def explicit_attention(self, query: str, key: str, value: str, hidden: str) -> str:
+    def explicit_attention(self, query: str, key: str, value: str, hidden: str, layer: int = 0) -> str:
         """Attention in standard parts, softmax in float32 of scores plus `hidden` (batch, 1 or A, sequence, keys)."""
         graph, size = self.graph, self.config.head_size
         query = graph.node("Mul", query, graph.number(self.scale))
         key = self._repeated(graph.node("Transpose", key, perm=[0, 1, 3, 2]), (size, -1))
         scores = graph.node("Add", self.capped(graph.node("MatMul", query, key), self.softcap), hidden)
-        share = graph.narrow(graph.node("Softmax", graph.wide(scores), axis=-1))
+        scores = graph.wide(scores)
+        # a sink is one more key of a head, without a value
+        if (sinks := f"blocks.{layer}.attention.sinks") in self.state:
+            learnt = graph.weight(f"{sinks}.column", self.state[sinks][:, None, None])
+            one = graph.node("Gather", scores, graph.ints(0), axis=3)
+            scores = graph.node(
+                "Concat", scores, graph.node("Add", graph.node("Sub", one, one), learnt), axis=3
+            )
+        share = graph.narrow(graph.node("Softmax", scores, axis=-1))
+        if sinks in self.state:
+            share = graph.node("Slice", share, graph.ints(0), graph.ints(-1), graph.ints(3))
         return graph.node("MatMul", share, self._repeated(value, (-1, size)))
 
     def _repeated(self, x: str, last: tuple[int, int]) -> str:
@@ -245,7 +258,7 @@ class Blocks:
             return x
         apart = graph.node("Unsqueeze", x, graph.ints(2))
         apart = graph.node("Expand", apart, graph.ints(1, 1, heads // groups, 1, 1))
-        return graph.node("Reshape", apart, graph.ints(0, heads, *last))
+        return graph.reshape(apart, 0, heads, *last)
 
     def capped(self, x: str, cap: float) -> str:
         """cap tanh(x / cap); 0: as it is."""
@@ -262,74 +275,37 @@ class Blocks:
 
     def attention(self, x: str, name: str, core: AttentionCore) -> str:
         """Self-attention; `core` computes it between the projections."""
-        graph, width = self.graph, self.config.heads * self.config.head_size
+        graph, config = self.graph, self.config
         attended = core(*self.project(x, name))
         if not self.grouped:
             attended = graph.node("Transpose", attended, perm=[0, 2, 1, 3])
-            attended = graph.node("Reshape", attended, graph.ints(0, 0, width))
+        if config.value_size < config.head_size:
+            attended = graph.reshape(attended, 0, 0, config.heads, config.head_size)
+            attended, _ = graph.split(attended, config.value_size, config.head_size - config.value_size)
+        if not self.grouped or config.value_size < config.head_size:
+            attended = graph.reshape(attended, 0, 0, config.heads * config.value_size)
         return self.linear(attended, f"{name}.out")
 
     def feed_forward(self, x: str, name: str) -> str:
-        if f"{name}.router.weight" in self.state:
-            return self.experts(x, name)
         up = self.linear(x, f"{name}.up")
         if not self.config.gated:
             return self.linear(self.activation(up), f"{name}.down")
-        gated = self.graph.node("Mul", self.activation(self.linear(x, f"{name}.gate")), up)
-        return self.linear(gated, f"{name}.down")
+        return self.linear(self.gated(self.linear(x, f"{name}.gate"), up), f"{name}.down")
 
-    def experts(self, x: str, name: str) -> str:
-        """What the experts of each token make of it. ONNX Runtime's operator on a CPU computes those alone, standard
-        ones all of them, of which those that were not chosen have no share.
-        """
-        graph, config = self.graph, self.config
-        assert isinstance(config, GPTConfig)
-        flat = graph.node("Reshape", x, graph.ints(-1, config.width))
-        share_NE = self.shares(flat, name)
-        gate, up, down = (self.state[f"{name}.experts.{part}"] for part in ("gate", "up", "down"))
-        if self.options.variant == "onnxruntime" and config.activation == "silu" and not graph.half:
-            woven = graph.weight(f"{name}.woven", np.stack((gate, up), 2).reshape(len(up), -1, config.width))
-            how: dict[str, Any] = {"k": config.experts_per_token, "normalize_routing_weights": 1}
-            how |= {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0}
-            how |= {"activation_beta": 0.0, "domain": CONTRIB}
-            logits = graph.node("Log", share_NE)  # which its softmax undoes
-            y = graph.node("MoE", flat, logits, woven, "", graph.weight(f"{name}.down", down), **how)
-            y = graph.node("Mul", y, graph.node("ReduceSum", share_NE, graph.ints(-1)))
-        else:
-            turned = [graph.constant(f"{name}.{i}", x.swapaxes(1, 2)) for i, x in enumerate((gate, up, down))]
-            hidden = self.activation(graph.node("MatMul", flat, turned[0]))  # (E, N, F)
-            hidden = graph.node("Mul", hidden, graph.node("MatMul", flat, turned[1]))
-            share_EN1 = graph.node("Unsqueeze", graph.node("Transpose", share_NE), graph.ints(-1))
-            y = graph.node("Mul", graph.node("MatMul", hidden, turned[2]), graph.narrow(share_EN1))
-            y = graph.node("ReduceSum", y, graph.ints(0), keepdims=0)
-        y = graph.node("Reshape", y, graph.node("Shape", x))
-        return graph.node("Add", y, self.feed_forward(x, f"{name}.shared")) if config.shared_experts else y
-
-    def shares(self, flat: str, name: str) -> str:
-        """The weights (N, E) of the experts' answers in float32, 0 of those that were not chosen."""
-        graph, config, state = self.graph, self.config, self.state
-        assert isinstance(config, GPTConfig)
-        router = graph.weight(f"{name}.router.T", state[f"{name}.router.weight"].T)
-        logits = graph.node("MatMul", graph.wide(flat), router)
-        scores = graph.node("Softmax" if config.router_scores == "softmax" else "Sigmoid", logits)
-        ranked = scores
-        if config.balance_bias:
-            ranked = graph.node("Add", scores, graph.weight(f"{name}.balance", state[f"{name}.balance_bias"]))
-        chosen = graph.node("TopK", ranked, graph.ints(config.experts_per_token), outputs=2) + ":1"
-        weights = graph.node("GatherElements", scores, chosen, axis=-1)
-        if config.router_normalised:
-            weights = graph.node("Div", weights, graph.node("ReduceSum", weights, graph.ints(-1)))
-        scale = graph.weight(f"{name}.scale", np.array(config.router_scale, np.float32))
-        none = graph.node("Sub", scores, scores)
-        return graph.node("ScatterElements", none, chosen, graph.node("Mul", weights, scale), axis=-1)
+    def gated(self, gate: str, up: str) -> str:
+        """As `models.experts.gated`."""
+        graph, limit = self.graph, getattr(self.config, "gate_limit", 0.0)
+        if not limit:
+            return graph.node("Mul", self.activation(gate), up)
+        most = graph.number(limit)
+        gate, up = graph.node("Min", gate, most), graph.node("Clip", up, graph.number(-limit), most)
+        share = graph.node("Sigmoid", graph.node("Mul", gate, graph.number(SWIGLU_GAIN)))
+        return graph.node("Mul", graph.node("Mul", gate, share), graph.node("Add", up, graph.number(1.0)))
 
     def block(self, x: str, layer: int, attention: Callable[[str, str], str]) -> str:
         """One block. Its output is called `hidden.<layer>`, by which the parity report finds it."""
-        graph, config, name, out = self.graph, self.config, f"blocks.{layer}", f"hidden.{layer}"
+        graph, way, name, out = self.graph, self.way, f"blocks.{layer}", f"hidden.{layer}"
         graph.scope = f"{name}/"
-        way = "before" if getattr(config, "norm_first", False) else "sum"
-        if isinstance(config, GPTConfig):
-            way = config.norm_place if config.residual == "sequential" else config.residual
         if way in ("parallel", "shared"):
             read = also = self.norm(x, f"{name}.attention_norm")
             if way == "parallel":
@@ -355,7 +331,7 @@ class Blocks:
         Gemm reads the token table as it is stored, so a tied one is stored once; 8 or fewer bits are a copy of its own.
         """
         graph, config = self.graph, self.config
-        flat = graph.node("Reshape", hidden, graph.ints(-1, self.state[table].shape[1]))
+        flat = graph.reshape(hidden, -1, self.state[table].shape[1])
         if self.options.precision in ("int8", "int4") and not self.options.static:
             logits = graph.product(flat, "output", self.state[table], self.state.get(bias))
         else:

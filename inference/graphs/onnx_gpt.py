@@ -19,20 +19,23 @@ its operator reads and writes them, and a past and its present may be one buffer
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...models.config import GPTConfig
+from ...models.experts import SWIGLU_GAIN
 from ...models.gpt import GPT
 from ...models.rotary import alibi
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
-from .onnx_blocks import Blocks
+from .onnx_blocks import HIDDEN_BY_MASK, Blocks
 from .onnx_writer import BOOL, CONTRIB, INT32, INT64, Graph
 
 
 def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
     """The graph of this model."""
     config = model.config
-    parts = Blocks(model, config, options)
+    parts = GPTBlocks(model, config, options)
     graph = parts.graph
     ids = graph.input("input_ids", INT64, ["batch", "sequence"])
     memory: _Slots | _Growing = _Slots(parts, ids) if options.names == "throughline" else _Growing(parts, ids)
@@ -56,10 +59,102 @@ def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
     return graph
 
 
+class GPTBlocks(Blocks):
+    """`Blocks` of a GPT."""
+
+    config: GPTConfig
+
+    def project(self, x: str, name: str) -> tuple[str, str, str]:
+        return self.latent(x, f"{name}.latent") if self.config.kv_latent else super().project(x, name)
+
+    def feed_forward(self, x: str, name: str) -> str:
+        return (self.experts if f"{name}.router.weight" in self.state else super().feed_forward)(x, name)
+
+    def latent(self, x: str, name: str) -> tuple[str, str, str]:
+        """The same of latent attention, as `models.layers.Latent` makes them."""
+        graph, config = self.graph, self.config
+        heads, size, turned, value_size = config.heads, config.head_size, config.rope_width, config.value_size
+        small = self.norm(self.linear(x, f"{name}.q_down"), f"{name}.q_norm") if config.q_latent else x
+        shared, latent = graph.split(self.linear(x, f"{name}.kv_down"), turned, config.kv_latent)
+        up = self.linear(self.norm(latent, f"{name}.kv_norm"), f"{name}.kv_up")
+        up = graph.reshape(up, 0, 0, heads, size - turned + value_size)
+        own, value = graph.split(up, size - turned, value_size)
+        shared = graph.node("Expand", graph.reshape(shared, 0, 0, 1, turned), graph.ints(1, 1, heads, 1))
+        key = graph.node("Concat", shared, own, axis=-1)
+        value = graph.node("Pad", value, graph.ints(*[0] * 7, size - value_size))
+        query = self.heads_of(self.linear(small, f"{name}.q_up"), heads)
+        key, value = (self.heads_of(graph.reshape(one, 0, 0, heads * size), heads) for one in (key, value))
+        return query, key, value
+
+    def experts(self, x: str, name: str) -> str:
+        """What the experts of each token make of it. ONNX Runtime's operator on a CPU computes those alone, standard
+        ones all of them, of which those that were not chosen have no share.
+        """
+        graph, config = self.graph, self.config
+        flat = graph.reshape(x, -1, config.width)
+        share_NE = self.shares(flat, name)
+        at, limit = f"{name}.experts", config.gate_limit
+        ends = ("", "_bias") if f"{at}.up_bias" in self.state else ("",)
+        gate, up, down = ([self.state[f"{at}.{x}{end}"] for end in ends] for x in ("gate", "up", "down"))
+        if self.options.variant == "onnxruntime" and config.activation == "silu" and not graph.half:
+            rows = (np.stack(x, 2).reshape(config.experts, -1, *x[0].shape[2:]) for x in zip(gate, up))
+            woven = [graph.weight(f"{at}.woven{end}", x) for end, x in zip(ends, rows)]
+            last = [graph.weight(f"{at}.down{end}", x) for end, x in zip(ends, down)]
+            gain, plus = (SWIGLU_GAIN, 1.0) if limit else (1.0, 0.0)
+            how: dict[str, Any] = {"k": config.experts_per_token, "normalize_routing_weights": 1}
+            how |= {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": gain}
+            how |= {"activation_beta": plus, "domain": CONTRIB} | ({"swiglu_limit": limit} if limit else {})
+            logits = graph.node("Log", share_NE)  # which its softmax undoes
+            y = graph.node("MoE", flat, logits, *woven, *[""] * (2 - len(ends)), *last, **how)
+            y = graph.node("Mul", y, graph.node("ReduceSum", share_NE, graph.ints(-1)))
+        else:
+
+            def each(x: str, part: str, matrices: np.ndarray, *biases: np.ndarray) -> str:  # (E, N, F or W)
+                x = graph.node("MatMul", x, graph.constant(f"{at}.{part}", matrices.swapaxes(1, 2)))
+                added = [graph.constant(f"{at}.{part}_bias", bias[:, None]) for bias in biases]
+                return graph.node("Add", x, *added) if added else x
+
+            y = each(self.gated(each(flat, "gate", *gate), each(flat, "up", *up)), "down", *down)
+            share_EN1 = graph.node("Unsqueeze", graph.node("Transpose", share_NE), graph.ints(-1))
+            y = graph.node("Mul", y, graph.narrow(share_EN1))
+            y = graph.node("ReduceSum", y, graph.ints(0), keepdims=0)
+        y = graph.node("Reshape", y, graph.node("Shape", x))
+        return graph.node("Add", y, self.feed_forward(x, f"{name}.shared")) if config.shared_experts else y
+
+    def shares(self, flat: str, name: str) -> str:
+        """The weights (N, E) of the experts' answers in float32, 0 of those that were not chosen."""
+        graph, config, state = self.graph, self.config, self.state
+        router = graph.weight(f"{name}.router.T", state[f"{name}.router.weight"].T)
+        logits = graph.node("MatMul", graph.wide(flat), router)
+        if (bias := state.get(f"{name}.router.bias")) is not None:
+            logits = graph.node("Add", logits, graph.weight(f"{name}.router.bias", bias))
+        scores = graph.node("Softmax" if config.router_scores == "softmax" else "Sigmoid", logits)
+        ranked = scores
+        if config.balance_bias:
+            ranked = graph.node("Add", scores, graph.weight(f"{name}.balance", state[f"{name}.balance_bias"]))
+        if config.router_groups > 1:  # far below the others outside of a token's groups
+            apart = graph.reshape(ranked, 0, config.router_groups, -1)
+            two = graph.node("TopK", apart, graph.ints(2), outputs=2)
+            two = graph.node("ReduceSum", two, graph.ints(-1), keepdims=0)  # (N, groups)
+            best = graph.node("TopK", two, graph.ints(config.router_groups_per_token), outputs=2)
+            far = graph.weight("far", np.array(HIDDEN_BY_MASK, np.float32))
+            out = graph.node("Add", graph.node("Sub", two, two), far)
+            out = graph.node("ScatterElements", out, f"{best}:1", graph.node("Sub", best, best), axis=-1)
+            ranked = graph.node("Add", apart, graph.node("Unsqueeze", out, graph.ints(-1)))
+            ranked = graph.reshape(ranked, 0, -1)
+        chosen = graph.node("TopK", ranked, graph.ints(config.experts_per_token), outputs=2) + ":1"
+        weights = graph.node("GatherElements", scores, chosen, axis=-1)
+        if config.router_normalised:
+            weights = graph.node("Div", weights, graph.node("ReduceSum", weights, graph.ints(-1)))
+        scale = graph.weight(f"{name}.scale", np.array(config.router_scale, np.float32))
+        none = graph.node("Sub", scores, scores)
+        return graph.node("ScatterElements", none, chosen, graph.node("Mul", weights, scale), axis=-1)
+
+
 class _Slots:
     """The cache with room for whole rows: new keys and values are written at each row's own length."""
 
-    def __init__(self, parts: Blocks, ids: str) -> None:
+    def __init__(self, parts: GPTBlocks, ids: str) -> None:
         graph, self.parts = parts.graph, parts
         self.past = graph.input("past_length", INT64, ["batch"])
         self.ask = graph.input("logit_positions", INT64, ["batch", "asked"])
@@ -74,7 +169,8 @@ class _Slots:
             least = graph.node("Sub", self.total, graph.ints(1))
             most = graph.node("ReduceMax", self.total, keepdims=0)
             self.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", most, to=INT32))
-        self._standard = graph.opset >= 24 and parts.options.variant != "tensorrt"
+        plain = parts.options.variant == "tensorrt" or parts.config.attention_sinks
+        self._standard = graph.opset >= 24 and not plain
         self._hidden: dict[int, str] = {}  # by window
 
     def shape(self) -> list[int | str]:
@@ -111,7 +207,7 @@ class _Slots:
             self._hidden[window] = _hidden(self.parts, places, last, window)  # (batch, 1, sequence, capacity)
         if self._standard:
             return graph.node("Attention", query, key, value, self._hidden[window], **how)
-        return self.parts.explicit_attention(query, key, value, self._hidden[window])
+        return self.parts.explicit_attention(query, key, value, self._hidden[window], layer)
 
 
 class _Growing:
@@ -119,7 +215,7 @@ class _Growing:
 
     ask = ""
 
-    def __init__(self, parts: Blocks, ids: str) -> None:
+    def __init__(self, parts: GPTBlocks, ids: str) -> None:
         graph, self.parts = parts.graph, parts
         mask = graph.input("attention_mask", INT64, ["batch", "past_sequence + sequence"])
         self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
@@ -150,10 +246,10 @@ class _Growing:
         return self.parts.graph.node("Concat", store, new, axis=2, out=out)
 
     def attend(self, layer: int, query: str, key: str, value: str) -> str:
-        return self.parts.explicit_attention(query, key, value, self._hidden[self.parts.window(layer)])
+        return self.parts.explicit_attention(query, key, value, self._hidden[self.parts.window(layer)], layer)
 
 
-def _hidden(parts: Blocks, places: str, own: str, window: int, mask: str = "") -> str:
+def _hidden(parts: GPTBlocks, places: str, own: str, window: int, mask: str = "") -> str:
     """What is added to the scores of tokens at their `own` places: 0 or ALiBi's bias for those before them, of a window
     the nearest, that are real by a `mask` (batch, places).
     """
@@ -173,7 +269,7 @@ def _hidden(parts: Blocks, places: str, own: str, window: int, mask: str = "") -
     return parts.hidden_where_not(seen, bias)  # (batch or 1, A, sequence, places)
 
 
-def _cached(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str) -> str:
+def _cached(parts: GPTBlocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str) -> str:
     """The attention of one layer over its cache."""
     tables = parts.rotary(layer)
     query, key = (parts.rotated(x, memory.positions, tables) for x in (query, key))
@@ -181,7 +277,9 @@ def _cached(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, ke
     return memory.attend(layer, query, key, value)
 
 
-def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str) -> str:
+def _grouped(
+    parts: GPTBlocks, memory: _Slots | _Growing, layer: int, query: str, key: str, value: str
+) -> str:
     """The same as one operator, which also writes the cache."""
     graph, config = parts.graph, parts.config
     heads, groups = config.heads, config.key_value_heads
@@ -193,5 +291,7 @@ def _grouped(parts: Blocks, memory: _Slots | _Growing, layer: int, query: str, k
     stores, presents = zip(*(memory.store(layer, kind) for kind in ("key", "value")))
     how = parts.scores | {"num_heads": heads, "kv_num_heads": groups, "domain": CONTRIB}
     how |= {"local_window_size": parts.window(layer)} if parts.window(layer) else {}
-    inputs = (query, key, value, *stores, *memory.ends)
+    inputs = [query, key, value, *stores, *memory.ends]
+    if config.attention_sinks:
+        inputs += ["", "", "", "", parts.weight(f"blocks.{layer}.attention.sinks")]
     return graph.node("GroupQueryAttention", *inputs, more=presents, **how)

@@ -97,9 +97,17 @@ class Graph:
         """A float32 tensor in the type of the products."""
         return self.node("Cast", x, to=FLOAT16) if self.half else x
 
+    def reshape(self, x: str, *sizes: int) -> str:
+        return self.node("Reshape", x, self.ints(*sizes))
+
+    def split(self, x: str, *sizes: int) -> list[str]:
+        """Parts of the last dim."""
+        first = self.node("Split", x, self.ints(*sizes), outputs=len(sizes), axis=-1)
+        return [first, *(f"{first}:{i}" for i in range(1, len(sizes)))]
+
     def split_heads(self, x: str, heads: int, head_size: int) -> str:
         """(batch, sequence, heads * head) to (batch, heads, sequence, head)."""
-        apart = self.node("Reshape", x, self.ints(0, 0, heads, head_size))
+        apart = self.reshape(x, 0, 0, heads, head_size)
         return self.node("Transpose", apart, perm=[0, 2, 1, 3])
 
     def take(self, x: str, at: str) -> str:

@@ -25,6 +25,8 @@ LLAMA = {
     "bias": False,
     "tied": False,
 }
+LATENT = LLAMA | {"kv_latent": 8, "head_width": 16, "rope_width": 4, "value_width": 8, "q_latent": 20}
+SINKS = LLAMA | {"attention_sinks": True, "kv_heads": 2}
 WINDOWS = LLAMA | {"kv_heads": 2, "attention_window": 9, "layer_pattern": "lg", "rope_local_theta": 500.0}
 GEMMA = WINDOWS | {
     "norm_place": "around",

@@ -13,9 +13,11 @@ from small_models import (
     BLOOM,
     GEMMA,
     GPT,
+    LATENT,
     LLAMA,
     MODERNBERT,
     NOWHERE,
+    SINKS,
     exported,
     opinionated_model,
     read,
@@ -30,7 +32,7 @@ from throughline.inference.runtimes.torch_backend import run_module
 from throughline.models.config import ModelConfig
 from throughline.models.init import build
 
-LATENT = LLAMA | {"kv_latent": 8, "head_width": 12, "rope_width": 4, "value_width": 8}
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 16, "rope_high": 32.0}
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_width": 40}
 DOTS = EXPERTS | {"qk_norm": "head", "router_scores": "sigmoid", "balance_bias": True, "router_scale": 2.5}
 DOTS |= {"shared_experts": 2, "dense_layers": 1, "layers": 3}
@@ -54,6 +56,10 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
         {"attention_window": 9, "embedding_norm": True},
         GEMMA,
         BLOOM,
+        LATENT,
+        {**LATENT, **YARN, "q_latent": 0, "rope_magnitude_all": 0.7, "rope_magnitude_part": 0.9},
+        SINKS,
+        {**SINKS, "attention_window": 9, "layer_pattern": "lg", "gate_limit": 0.4},
     ],
     ids=[
         "gpt2",
@@ -69,6 +75,10 @@ QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_
         "window",
         "gemma",
         "bloom",
+        "latent",
+        "latent yarn",
+        "sinks",
+        "sinks window",
     ],
 )
 def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
@@ -87,8 +97,10 @@ def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
         LLAMA | EXPERTS | {"qk_norm": "head", "expert_every": 2, "experts_per_token": 3},
         LLAMA | EXPERTS | {"qk_norm": "whole", "router_normalised": False},
         LLAMA | DOTS,
+        LATENT | DOTS | {"qk_norm": "none", "router_groups": 3, "router_groups_per_token": 2},
+        SINKS | EXPERTS | {"bias": True, "gate_limit": 0.4, "experts_per_token": 3},
     ],
-    ids=["mixtral", "qwen3-moe", "olmoe", "dots1"],
+    ids=["mixtral", "qwen3-moe", "olmoe", "dots1", "deepseek-v3", "gpt-oss"],
 )
 def test_experts_equal_the_module(switches: dict, variant: str, tmp_path: Path) -> None:
     """By standard operators, and by ONNX Runtime's own that computes the chosen experts alone."""
@@ -288,12 +300,10 @@ def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (dataclasses.replace(GPT, experts=4), "without biases"),
-        (dataclasses.replace(GPT, **LATENT), "kv_latent"),
-        (dataclasses.replace(GPT, **LLAMA, **EXPERTS, router_groups=2), "router_groups"),
+        (dataclasses.replace(GPT, experts=4), "gated experts"),
         (dataclasses.replace(GPT, attention_window=16, attention_global_blocks=1), "beyond a sliding window"),
     ],
-    ids=["biased experts", "latent", "router groups", "global blocks"],
+    ids=["plain experts", "global blocks"],
 )
 def test_what_a_graph_lacks_is_refused_by_name(config: ModelConfig, said: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=said):

@@ -12,9 +12,11 @@ from small_models import (
     BLOOM,
     GEMMA,
     GPT,
+    LATENT,
     LLAMA,
     MODERNBERT,
     NOWHERE,
+    SINKS,
     WINDOWS,
     exported,
     opinionated_model,
@@ -132,8 +134,11 @@ def test_rounding_is_within_half_a_step(bits: int) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [GPT, *(dataclasses.replace(GPT, **more) for more in (LLAMA | {"kv_heads": 2}, GEMMA, BLOOM))],
-    ids=["gpt2", "llama", "gemma", "bloom"],
+    [
+        dataclasses.replace(GPT, **more)
+        for more in ({}, LLAMA | {"kv_heads": 2}, GEMMA, BLOOM, LATENT, SINKS | WINDOWS)
+    ],
+    ids=["gpt2", "llama", "gemma", "bloom", "latent", "sinks"],
 )
 def test_a_gpt_under_optimums_names(config, tmp_path: Path) -> None:
     import onnxruntime
