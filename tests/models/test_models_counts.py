@@ -151,8 +151,8 @@ def test_every_family_has_published_names():
 
 
 def test_a_family_is_few_lines():
-    """docs/models.md: `phi` was added in 17 lines of a row. Of the 60 that a new family may take a row leaves half to its
-    proof, its names and its line of that page.
+    """docs/models.md: `phi` was added in 17 lines of a row. Of the 60 for a new family half are left for its proof, its
+    names and its line of that page.
     """
     text = files("throughline.models").joinpath("families.toml").read_text()
     rows = {kind: text.split(f"\n[{kind}]\n")[1].split("\n\n")[0].count("\n") + 2 for kind in families()}
