@@ -273,6 +273,7 @@ def test_a_group_is_read_with_its_tags_and_means() -> None:
         ("task: x\nclass: !function task.X\n", "'class'"),
         ("task: x\ntest_split: t\nrepeats: 4\n", "repeats: 4"),
         ("task: x\ntest_split: t\ngeneration_kwargs: {do_sample: true}\n", "do_sample"),
+        ("task: x\ntest_split: t\ngeneration_kwargs: {num_beams: 4}\n", "num_beams"),
         ("task: x\ntest_split: t\nmetric_list: [{metric: bleu}]\n", "metric_list: bleu"),
         ("task: x\ntest_split: t\nfilter_list: [{name: a, filter: [{function: ner}]}]\n", "filter_list: ner"),
         ("task: x\ndoc_to_text: a\n", "test_split"),

@@ -215,6 +215,8 @@ def test_an_option_of_a_gpt_is_said_to_change_nothing(bert, bert_tokenizer, caps
     scorer_of(bert, "bert", bert_tokenizer, ScorerOptions(bos=True, window=4096))
     said = capsys.readouterr().err
     assert "--bos" in said and "--window 4,096 is longer" in said
+    scorer_of(bert, "bert", bert_tokenizer)
+    assert not capsys.readouterr().err
 
 
 def test_wrong_tokenizer_and_generation_are_refused(

@@ -166,11 +166,12 @@ def test_the_adapter_gives_the_harness_our_scores(
         [Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)]
     )
     assert len(written) == 1 and "\n" not in written[0]
-    sampled = Instance(
-        "generate_until", {}, ("The king", {"do_sample": True, "temperature": 0.7}), 0, ("t", 0, 1)
-    )
-    with pytest.raises(WrongUse, match="greedy"):
-        model.generate_until([sampled])
+    for how in ({"do_sample": True, "temperature": 0.7}, {"num_beams": 4}):
+        with pytest.raises(WrongUse, match="greedy"):
+            model.generate_until([Instance("generate_until", {}, ("The king", how), 0, ("t", 0, 1))])
+    greedy = {"do_sample": False, "num_beams": 1, "until": ["\n"], "max_gen_toks": 4}
+    asked = Instance("generate_until", {}, ("The king", greedy), 0, ("t", 0, 1))
+    assert model.generate_until([asked]) == written, "one beam without sampling is greedy"
 
 
 def test_arguments_of_the_adapter_are_options_of_eval(samples: Path, tmp_path: Path) -> None:
