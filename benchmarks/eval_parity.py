@@ -7,9 +7,9 @@ side by side.
 Two GPT-2s (4 layers of 128, a vocabulary of 4,096 and 512 positions): one with random weights, one trained on
 novels for 600 steps, which `throughline finetune` has also taught to answer ARC's questions (six tasks); a Llama of
 these sizes with random weights, for 37 of the harness's task files by records of their form that hold ARC's sentences
-(not ReCoRD's, whose file imports what transformers no longer has); and a BERT trained for 60 steps. The harness runs
-its own task files (through tests/eval/harness.py) with its `hf` model in
-float32. It has no pseudo-log-likelihoods: those of the BERT are compared with transformers' BertForMaskedLM, one
+(not ReCoRD's, whose file imports what transformers no longer has); and a BERT trained for 60 steps and spread
+(`small_bert`). The harness runs its own task files (through tests/eval/harness.py) with its `hf` model in float32. It
+has no pseudo-log-likelihoods: those of the BERT are compared with transformers' BertForMaskedLM, one
 forward for each masked token. All tasks whose data lie below SHARED: 27 with the paradigms of BLiMP. A task that stands
 in the JSON file is not scored again, so that the hour this takes may be spent in pieces: after `--minutes` no
 further task is begun, and `--models` keeps the models for the next piece. WikiText is compared per document.
@@ -25,7 +25,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,7 +82,6 @@ def tuned(folder: Path, start: Path, shared: Path) -> Path:
     for name, value in (fields | {"train.compile": "off", "train.sequence_length": 256}).items():
         command += ["--set", f"{name}={value}"]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    shutil.copy(start / "tokenizer_config.json", folder)
     return folder
 
 
