@@ -263,6 +263,7 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: i
 
 def with_compression(software: Software, config: ModelConfig, scheme: str, rank: int) -> Software:
     """The program with gradients that a scheme compresses, warmed up: copies send less and keep what is not sent."""
+    assert scheme != "none", "nothing is kept then"
     numbers, parts = software.precision, list(shard_specs(config, Layout(data=2), Coordinates()))
     sent = []
     for name in (scheme, "none"):

@@ -93,9 +93,11 @@ def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool) -> 
 def array_file(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
     """What runs `throughline ARGUMENTS` as a SLURM job array, each element with so many cores."""
     share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
+    name = re.sub(r"[^\w.-]+", "-", name)  # a directive ends at a space
     facts = {
-        "name": re.sub(r"[^\w.-]+", "-", name),
+        "name": name,
         "elements": elements,
         "cores": cores,
-    }  # no space in a name
-    return from_template(TEMPLATES / "array.sh", facts | {"command": f"{shlex.join(arguments)} {share}"})
+        "command": f"{shlex.join(arguments)} {share}",
+    }
+    return from_template(TEMPLATES / "array.sh", facts)
