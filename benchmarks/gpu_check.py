@@ -1,11 +1,12 @@
-"""All that needs a GPU, in the order of doubt: python benchmarks/gpu_check.py [--device cuda] [--quick] [--again].
+"""All that needs a GPU, in the order of doubt: python benchmarks/gpu_check.py [--device cuda] [--quick] [--again]
+[--parts doubts,tests,road,benchmarks].
 
 1. What the rehearsal on a null GPU cannot see, as checks of seconds (`gpu_doubts.py`); a failure says what it means.
 2. The tests in tests/gpu.
 3. The road by the command line: text to tokens; a GPT and a BERT trained, stopped and resumed, evaluated, continued or
    embedded; what a run can be asked for, each a few steps whose first loss is that of a plain fp32 run; an engine of
    TensorRT's where that is installed.
-4. The benchmarks gpu.py and gpu_scale.py.
+4. The benchmarks gpu.py, gpu_decode.py and gpu_scale.py.
 
 Each result is written into build/gpu-check.json as soon as it is there: a second start goes on where the first ended
 and tries again what failed, `--again` begins anew. That file is what to send back. With `--device cpu` this shows that
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
 PACKAGES = ("onnxruntime-gpu", "tensorrt", "triton")
 NEEDED = ("click", "pydantic", "tokenizers", "pyarrow", "rich")
+PARTS = ("doubts", "tests", "road", "benchmarks")
 SMALL = {"model.overrides.layers": 2, "model.overrides.width": 64, "train.sequence_length": 64}
 FP8, PLAIN = "fp8 products", "gpt: plain fp32"
 # what a run may be asked for; the largest difference of the first loss from plain fp32, relative: rounding to
@@ -276,17 +278,21 @@ def main() -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options.add_argument("--again", action="store_true", help="begin anew instead of going on")
+    options.add_argument("--parts", default=",".join(PARTS), help="of these, by comma")
     chosen = options.parse_args()
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here: nothing checked (--device cpu rehearses)", file=sys.stderr)
         return 0
     place = ROOT / "build" / ("gpu-check" if chosen.device == "cuda" else "gpu-check-on-cpu")
     checks = Checks(place, chosen.device, 6 if chosen.quick else 40, chosen.again)
-    doubts(checks)
-    checks.check("tests/gpu", lambda: checks.outside("-m", "pytest", "tests/gpu", "-m", "gpu", "-rs"))
-    road(checks, chosen.quick)
-    quick = ["--quick"] if chosen.quick else []
-    for name in ("gpu", "gpu_scale"):
+    parts, quick = chosen.parts.split(","), ["--quick"] if chosen.quick else []
+    if "doubts" in parts:
+        doubts(checks)
+    if "tests" in parts:
+        checks.check("tests/gpu", lambda: checks.outside("-m", "pytest", "tests/gpu", "-m", "gpu", "-rs"))
+    if "road" in parts:
+        road(checks, chosen.quick)
+    for name in ("gpu", "gpu_decode", "gpu_scale") if "benchmarks" in parts else ():
         checks.check(
             f"benchmarks/{name}.py", lambda name=name: checks.outside(f"benchmarks/{name}.py", *quick)
         )

@@ -32,7 +32,7 @@ from throughline.planner.work import Layouts, Work, find_software
 from throughline.train.engine import Engine
 from throughline.train.loss import Words, head_loss_sum
 from throughline.train.objective import prepare
-from throughline.train.parallel.mesh import Axis, Mesh, start_group
+from throughline.train.parallel.mesh import ALONE, Axis, Mesh, start_group
 from throughline.train.step import LossScaler, Trainer, train_step
 from torch import distributed as dist
 
@@ -93,7 +93,7 @@ def loss_of_words(device: torch.device) -> str:
     told = []
     for dtype in dtypes(device):
         here = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, weight)]
-        total = head_loss_sum(here[0], here[1], None, targets.to(device), Words(words))
+        total = head_loss_sum(here[0], here[1], None, targets.to(device), Words(words, ALONE))
         total.backward()
         there = [x.detach().to("cpu", torch.float32, copy=True).requires_grad_() for x in here]
         plain = torch.nn.functional.cross_entropy(there[0] @ there[1][:words].T, targets, reduction="sum")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities; what dtypes need stands in core/hardware.py
+ASKS_FOR_GROUPS = torch.__version__ >= (2, 12)  # torch 2.11 takes them unasked
 # by the index of a device, in place of what torch says: set by a test, or where a machine stands in for another
 CAPABILITIES: dict[int | None, tuple[int, int]] = {}
 SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
@@ -58,7 +59,7 @@ def has_flash(q: Tensor) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
         and hasattr(aten, "_flash_attention_forward")
-        and capability(q.device) >= AMPERE
+        and capability(q.device)[0] >= AMPERE[0]
     )
 
 
@@ -74,7 +75,7 @@ def take_newest(device: torch.device) -> None:
 
 def has_flex(q: Tensor) -> bool:
     """Whether FlexAttention is one kernel: inside torch.compile, for tensor cores that Triton knows well."""
-    return torch.compiler.is_compiling() and q.is_cuda and capability(q.device) >= AMPERE
+    return torch.compiler.is_compiling() and q.is_cuda and capability(q.device)[0] >= AMPERE[0]
 
 
 def attend_capped(
@@ -119,7 +120,8 @@ def attend_runs(
 
         reach = window - 1  # -1 is everything
         sides = (reach, 0 if is_causal else reach)
-        out = varlen_attn(q_TAD, k_TGD, v_TGD, *inputs, window_size=sides, enable_gqa=groups > 1)
+        grouped = {"enable_gqa": True} if groups > 1 and ASKS_FOR_GROUPS else {}
+        out = varlen_attn(q_TAD, k_TGD, v_TGD, *inputs, window_size=sides, **grouped)
         return cast(Tensor, out)
     assert not window
     if not hasattr(aten, "_efficient_attention_forward"):

@@ -46,7 +46,7 @@ class Words:
     """The words of a vocabulary of `size` whose logits this process of the axis has."""
 
     size: int
-    axis: Axis = ALONE
+    axis: Axis
 
     @property
     def first(self) -> int:
@@ -131,7 +131,7 @@ def head_loss_sum(
     `words` are those of the matrix, by default all of its rows. `smoothing` of the target's weight goes to all
     words alike (Szegedy et al. 2016, section 7). `softcap` c: logits x are c tanh(x / c) instead (Gemma 2).
     """
-    words = words or Words(len(weight_AW))
+    words = words or Words(len(weight_AW), ALONE)
     if words.axis.group is None and not smoothing and not z_loss and words.size < LARGE_VOCABULARY:
         logits_NA = linear(hidden_NW, weight_AW, bias_A)
         logits_NA = torch.tanh(logits_NA / softcap) * softcap if softcap else logits_NA

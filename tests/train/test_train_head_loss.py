@@ -50,7 +50,7 @@ def test_slices_equal_whole_logits(
     given, targets = problem(dtype)
     given = [given[0], *(torch.cat((x, x.new_zeros(columns - V, *x.shape[1:]))) for x in given[1:])]
     given = [x.requires_grad_() for x in given[: 3 if biased else 2]]
-    bias, words = given[2] if biased else None, Words(V)
+    bias, words = given[2] if biased else None, Words(V, ALONE)
     loss = head_loss_sum(given[0], given[1], bias, targets, words, smoothing)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     found = torch.autograd.grad(loss * 0.25, given)

@@ -20,7 +20,7 @@ from ...models.init import empty_model, empty_with_head
 from ...models.sentence import MEAN, Sentence
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum
 from ..objective import Objective, bound_documents, places_of
-from ..parallel.mesh import Axis
+from ..parallel.mesh import ALONE, Axis
 from .recipe import FinetuneRecipe
 from .records import Record, Row, classification, collate, fields_of, pair_row, squad, tagging
 
@@ -296,7 +296,7 @@ class Instruction(Task):
 
     def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
         hidden_NW = hidden_BSW.flatten(0, 1).index_select(0, batch["predicted"])
-        targets_N, words = batch["predicted_targets"], Words(model.config.vocab_size)
+        targets_N, words = batch["predicted_targets"], Words(model.config.vocab_size, ALONE)
         head, softcap = (model.output_weight(), model.output_bias()), model.config.logit_softcap
         return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap)
 
