@@ -77,10 +77,14 @@ def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "Engine
 
 
 def captured(run: Callable[[], None], stream: Any = None, pool: Any = None) -> Callable[[], None]:
-    """The work of `run` as a CUDA graph; returns its replay. `pool`: memory that several graphs share."""
+    """The work of `run` as a CUDA graph; returns its replay. `pool`: memory that several graphs share. Where cuBLAS
+    works is the graph's own: torch's is freed when anybody in the process asks, and a replay would write there.
+    """
     graph = torch.cuda.CUDAGraph()
+    torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         run()
+    torch._C._cuda_clearCublasWorkspaces()
     return graph.replay
 
 

@@ -8,7 +8,7 @@ import torch
 from cases import CARDS, SMALL_CARD, Seen, card, model
 from throughline.core.backend import Span
 from throughline.core.errors import Refused
-from throughline.inference.runtimes.torch_backend import TorchCausal
+from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
 from throughline.inference.serving.generation import Job
 from throughline.inference.serving.slots import SlotBatch
 from throughline.models.init import build
@@ -65,6 +65,19 @@ def test_what_cannot_be_captured_is_launched():
     for past in (5, 6):
         assert backend.step(spans([1, 1], past), cache).shape[0] == 2
     assert backend.graphs.failures == 1
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt"])
+def test_calls_of_an_encoder_are_replayed_from_the_third_on(family):
+    encoder = TorchEncoder(build(model(family), 0).to(card(80), torch.bfloat16))
+    ids, want = np.zeros((2, 16), np.int64), {"sentence_embedding", "last_embedding"}
+    given = ids, ids, np.ones((2, 16), bool), np.zeros((2, 1), np.int64)
+    launches = []
+    for _ in range(3):
+        with Seen() as seen:
+            assert encoder.forward(*given, want).keys() == want
+        launches.append((seen.counted["graphs"], seen.counted["launches"]))
+    assert [graphs for graphs, _ in launches] == [0, 0, 1] and launches[2][1] < launches[0][1] / 4, launches
 
 
 @pytest.fixture
