@@ -152,6 +152,7 @@ def compare(name: str, device: torch.device, pairs: int, repeats: int) -> tuple[
         best = max(best, statistics.median(measured[0]))
         how = {"peer": f"{peer}, {form}", "unit": "tokens/s", "better": "higher", "goal": GOALS[peer]}
         claims.append(claim(f"{name}-train-vs-{peer}", *measured, **how))
+        print(claims[-1], file=sys.stderr, flush=True)
     return claims, best
 
 

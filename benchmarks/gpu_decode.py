@@ -95,7 +95,9 @@ def compare(name: str, ours: Call, forms: dict[str, Call], pairs: int, calls: in
     print(f"{name}: transformers {tried}", file=sys.stderr, flush=True)
     found = paired(measure(ours), measures[best], pairs)
     unit, better = ("tokens/s", "higher") if tokens else ("ms", "lower")
-    return claim(name, *found, peer=f"transformers, {best}", unit=unit, better=better, goal=1.0)
+    made = claim(name, *found, peer=f"transformers, {best}", unit=unit, better=better, goal=1.0)
+    print(made, file=sys.stderr, flush=True)
+    return made
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ HEADLINES = {
     "kill-restart": "Until a job trains again after one of its processes was killed",
 }
 # Benchmarks whose peer is a bound set beforehand or the program itself, not another program.
-BOUNDS = ("checkpoints", "data_order", "faults", "long_attention", "precision")
+BOUNDS = ("checkpoints", "data_order", "faults", "gpu_check", "gpu_scale", "long_attention", "precision")
 SECTIONS = {
     "Races": "Throughline and another program, in turn on the same machine and input, the peer at its best settings.",
     "Bounds": "Throughline against a bound that was set before the measurement, or against itself without a feature.",
