@@ -82,7 +82,7 @@ def captured(run: Callable[[], None], stream: Any = None, pool: Any = None) -> C
     """
     graph = torch.cuda.CUDAGraph()
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         run()
     torch._C._cuda_clearCublasWorkspaces()
     return graph.replay

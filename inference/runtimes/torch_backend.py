@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -137,7 +137,8 @@ class TorchEncoder(OneCall):
             self.name = "torch-compiled"
             self._hidden = torch.compile(encoder.hidden, dynamic=None)
         self._calls: dict[tuple[object, ...], Replay | None] = {}
-        self._graphs = MOST_GRAPHS if self._device.type == "cuda" else 0
+        self._graphs = MOST_GRAPHS if weight.is_cuda else 0
+        self._pool: Any = torch.cuda.graph_pool_handle() if weight.is_cuda else None
 
     @torch.inference_mode()
     def forward(
@@ -149,7 +150,8 @@ class TorchEncoder(OneCall):
 
     def _launched(self, want: Want, given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The outputs on the device. A GPU is faster than the host that launches its kernels: the second call of a
-        shape is captured as a CUDA graph, and those behind it replay that.
+        shape is captured as a CUDA graph, and those behind it replay that. Graphs share memory: the outputs are to be
+        copied before the next call.
         """
         key = want if want is None else frozenset(want), *(x.shape for x in given)
         if (known := self._calls.get(key)) is not None:
@@ -162,8 +164,8 @@ class TorchEncoder(OneCall):
         if key in self._calls and self._graphs:
             try:
                 with torch.cuda.device(self._device):
-                    replay = captured(lambda: kept.update(self._outputs(want, *own)), torch.cuda.Stream())
-                self._calls[key] = Replay(own, replay, kept)
+                    run, aside = lambda: kept.update(self._outputs(want, *own)), torch.cuda.Stream()
+                    self._calls[key] = Replay(own, captured(run, aside, self._pool), kept)
             except Exception as error:  # of any library, and of memory: launches may do
                 self._graphs = 0
                 warn(f"calls are launched one kernel at a time: {type(error).__name__}: {error}")
