@@ -27,13 +27,8 @@ CACHE_LINE = 64  # bytes
 ONE_PROMPT = "one_prompt"  # metadata of a graph that reads one prompt with a past in a call
 
 
-@dataclass
-class Bound:
-    """A binding for calls of one shape on the same rows: inputs are written into its buffers."""
-
-    binding: Any
-    inputs: list[Any]
-    logits: Any
+# A call of one shape on the same rows, of ids, pasts and places; its logits are memory that the next one writes again.
+Bound = Callable[..., Any]
 
 
 @dataclass
@@ -114,7 +109,7 @@ class OnnxCausal:
         return scatter_logits(spans, calls, found)
 
     def _run(self, call: "Call", cache: OnnxCache) -> Any:
-        """Logits (B, N, V) beside the cache: memory that the next run writes again."""
+        """Logits (B, N, V) beside the cache."""
         (rows, length), first_row = call.ids_BS.shape, call.first_row
         needed = int(call.past_B.max()) + length
         assert needed <= self.context, (needed, self.context)
@@ -129,11 +124,7 @@ class OnnxCausal:
                 if len(cache.bindings) == BINDINGS:
                     del cache.bindings[next(iter(cache.bindings))]
                 cache.bindings[key] = bound
-        for buffer, value in zip(bound.inputs, (call.ids_BS, call.past_B, call.ask_BN)):
-            buffer[...] = beside(buffer, np.ascontiguousarray(value, np.int64))
-        self.written()
-        self.session.run_with_iobinding(bound.binding)
-        return bound.logits
+        return bound(call.ids_BS, call.past_B, call.ask_BN)
 
     def _bind(self, cache: OnnxCache, first_row: int, rows: int, length: int, asked: int) -> Bound:
         kind, _, number = self.device.partition(":")
@@ -152,7 +143,15 @@ class OnnxCausal:
             part = place(store[first_row : first_row + rows], self._kind)
             binding.bind_input(f"past.{name}", *part)
             binding.bind_output(f"present.{name}", *part)
-        return Bound(binding, list(inputs.values()), logits)
+
+        def run(*values: np.ndarray) -> Any:
+            for buffer, value in zip(inputs.values(), values):
+                buffer[...] = beside(buffer, np.ascontiguousarray(value, np.int64))
+            self.written()
+            self.session.run_with_iobinding(binding)
+            return logits
+
+        return run
 
     def copy_row(self, cache: OnnxCache, source: int, target: int, tokens: int) -> None:
         self.load_row(cache, target, [store[source] for store in cache.stores.values()], tokens)

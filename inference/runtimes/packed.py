@@ -192,14 +192,9 @@ def packed_logits(model: GPT, modules: Sequence[Attention], packed: Packed) -> T
 
 LEAST_PLACES = 256
 WASTED_BYTES = 256 << 20  # read in vain, beyond which launches are cheaper; kernels with bounds waste nothing
-
-
-class Step(NamedTuple):
-    """A captured step: memory for the ids and places of its rows, and of its logits (R, V)."""
-
-    replay: Callable[[], None]
-    given_2R: Tensor
-    logits_RV: Tensor
+Step = Callable[
+    [np.ndarray, np.ndarray], Tensor
+]  # captured; takes ids and places (2, R), rows to give logits of
 
 
 class DecodeGraphs:
@@ -236,11 +231,7 @@ class DecodeGraphs:
                     self.failures += 1
                     warn(f"decode steps are launched one kernel at a time: {type(error).__name__}: {error}")
                     return None
-            step = cache.steps[count, seen]
-            step.given_2R.copy_(self._staged(given), non_blocking=True)
-            lines = self._staged(rows).to(self._device, non_blocking=True)
-            step.replay()
-            return step.logits_RV.index_select(0, lines)  # a copy: the next replay writes the same memory
+            return cache.steps[count, seen](given, rows)
 
     def _make(self, given: np.ndarray, seen: int, cache: KeyValueCache) -> Step:
         given_2R = torch.from_numpy(given).to(self._device)
@@ -259,7 +250,15 @@ class DecodeGraphs:
             with torch.cuda.stream(aside):  # what happens once, such as a library's memory, is no part of it
                 run()
             torch.cuda.current_stream().wait_stream(aside)
-        return Step(self._capture(run, aside, self._pool), given_2R, logits_RV)
+        replay = self._capture(run, aside, self._pool)
+
+        def step(given: np.ndarray, rows: np.ndarray) -> Tensor:
+            given_2R.copy_(self._staged(given), non_blocking=True)
+            lines = self._staged(rows).to(self._device, non_blocking=True)
+            replay()
+            return logits_RV.index_select(0, lines)  # a copy: the next replay writes the same memory
+
+        return step
 
     def _staged(self, numbers: np.ndarray) -> Tensor:
         """In page-locked memory of the host, whose copy nobody waits for."""
