@@ -127,7 +127,12 @@ def compiled(
         warn("TensorRT does not say in which type its products are, or that attention is fused")
     if not rtx or capability in [gpu.capability for gpu in machine().gpus[:1]]:
         session = EngineSession(library, engine, export.folder, device)
-        _judge_engine(export, session, options)
+        backend = on_our_terms(on_engine(session, config, precision), export, options)
+        cases = sweep(config.vocab_size, config.sequence_length, session.limits)
+        reference = export.reference(export.draft.facts["pooling"])
+        of_graph = {name: export.report[name] for name in ("bound", "outputs", "passed")}  # stays beside it
+        judge(export, reference, backend, BOUNDS[precision], "the engine", cases)
+        export.report["graph"] = of_graph
         facts |= {"standing": f"built and run by {library.__name__}", "compared": "the engine"}
         facts |= {"captures_failed": session.capture_failures}
     export.report["engine"] = facts
@@ -206,16 +211,6 @@ def _logger(library: Any) -> Any:
                 self.error = message
 
     return Logger()
-
-
-def _judge_engine(export: Export, session: EngineSession, options: GraphOptions) -> None:
-    """Compare the engine itself with torch, over what its profiles take; what was said of its graph stays beside it."""
-    config, of_graph = export.opened.model.config, dict(export.report)
-    backend = on_our_terms(on_engine(session, config, options.precision), export, options)
-    cases = sweep(config.vocab_size, config.sequence_length, session.limits)
-    reference, bounds = export.reference(export.draft.facts["pooling"]), BOUNDS[options.precision]
-    judge(export, reference, backend, bounds, "the engine", cases)
-    export.report["graph"] = {name: of_graph[name] for name in ("bound", "outputs", "passed")}
 
 
 def _inspected(library: Any, engine: bytes, profile: Profile, config: TransformerConfig) -> str:

@@ -17,6 +17,7 @@ its operator reads and writes them, and a past and its present may be one buffer
 """
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,8 @@ def gpt_graph(model: GPT, options: GraphOptions = PLAIN) -> Graph:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
     table = "token_table.weight" if config.tied else "output.weight"
     parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, "output.bias", out="logits")
-    for name in memory.presents:
-        graph.output(name, graph.kind, memory.shape())
+    for layer, kind in product(range(config.layers), ("key", "value")):
+        graph.output(f"present.{layer}.{kind}", graph.kind, memory.shape())
     return graph
 
 
@@ -162,7 +163,6 @@ class _Slots:
         self.total = graph.node("Add", self.past, length)  # (batch): tokens in each row after this call
         start = graph.node("Unsqueeze", self.past, graph.ints(1))
         self.positions = graph.node("Add", start, graph.steps(length))  # (batch, sequence)
-        self.presents: list[str] = []
         self.ends: tuple[str, ...] = ()  # int32: last place of each row, tokens of the longest
         if parts.grouped:
             graph.metadata[ONE_PROMPT] = "true"
@@ -180,9 +180,8 @@ class _Slots:
 
     def store(self, layer: int, kind: str) -> tuple[str, str]:
         """What a layer remembers, and the name of the same with the new tokens."""
-        graph, out = self.parts.graph, f"present.{layer}.{kind}"
-        self.presents.append(out)
-        return graph.input(f"past.{layer}.{kind}", graph.kind, self.shape()), out
+        graph = self.parts.graph
+        return graph.input(f"past.{layer}.{kind}", graph.kind, self.shape()), f"present.{layer}.{kind}"
 
     def extend(self, layer: int, kind: str, new: str) -> str:
         """Everything that a layer remembers with the new tokens (batch, kv heads, capacity, head)."""
@@ -219,7 +218,6 @@ class _Growing:
         graph, self.parts = parts.graph, parts
         mask = graph.input("attention_mask", INT64, ["batch", "past_sequence + sequence"])
         self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
-        self.presents: list[str] = []
         total, new = graph.length(mask, 1), graph.length(ids, 1)
         if parts.grouped:  # int32: last place of each row, tokens of the longest
             least = graph.node("Sub", graph.node("ReduceSum", mask, graph.ints(1), keepdims=0), graph.ints(1))
@@ -235,10 +233,8 @@ class _Growing:
         return ["batch", self.parts.config.key_value_heads, name, self.parts.config.head_size]
 
     def store(self, layer: int, kind: str) -> tuple[str, str]:
-        graph, out = self.parts.graph, f"present.{layer}.{kind}"
-        self.presents.append(out)
-        shape = self.shape("past_sequence")
-        return graph.input(f"past_key_values.{layer}.{kind}", graph.kind, shape), out
+        graph, name = self.parts.graph, f"past_key_values.{layer}.{kind}"
+        return graph.input(name, graph.kind, self.shape("past_sequence")), f"present.{layer}.{kind}"
 
     def extend(self, layer: int, kind: str, new: str) -> str:
         """Everything that a layer remembers with the new tokens (batch, kv heads, past + sequence, head)."""

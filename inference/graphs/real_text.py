@@ -138,17 +138,13 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
     for start in range(0, len(rows.judging), step):
         ids = rows.judging[start : start + step, : limits.tokens]
         if reference.causal is not None:
-            yield _next_tokens(backends, ids)
+            spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
+            caches = [b.new_cache(len(ids)) for b in backends]  # of llama.cpp the logits are its memory
+            both = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
+            ours, theirs = (_lines(logits.reshape(*ids.shape, -1)[:, :-1]) for logits in both)
+            yield ours, theirs, ids[:, 1:].reshape(-1)
         else:
             yield from _masked_tokens(backends, ids, rows.mask_id, start)
-
-
-def _next_tokens(backends: Any, ids: np.ndarray) -> Predictions:
-    spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
-    caches = [backend.new_cache(len(ids)) for backend in backends]  # of llama.cpp the logits are its memory
-    both = (on_host(b.step(spans, cache)).reshape(*ids.shape, -1) for b, cache in zip(backends, caches))
-    ours, theirs = (_lines(logits[:, :-1]) for logits in both)
-    return ours, theirs, ids[:, 1:].reshape(-1)
 
 
 def _masked_tokens(backends: Any, ids: np.ndarray, mask_id: int | None, seed: int) -> Iterator[Predictions]:
