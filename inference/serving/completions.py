@@ -122,6 +122,7 @@ class Answers:
     """All choices of one request as they grow."""
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    counted = "prompt", "completion"  # names of what was read and made
 
     def __init__(self, call: Call, body: Any, jobs: list[Job]) -> None:
         self.body, self.jobs, self._watch, self._model = body, jobs, call.watch, call.model
@@ -207,9 +208,9 @@ class Answers:
 
     def usage(self) -> dict[str, Any]:
         watch = self._watch
-        read, made = watch.prompt_tokens or 0, watch.made or 0
-        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-        return usage | {"prompt_tokens_details": {"cached_tokens": watch.cached}}
+        (given, answer), read, made = self.counted, watch.prompt_tokens or 0, watch.made or 0
+        usage = {f"{given}_tokens": read, f"{answer}_tokens": made, "total_tokens": read + made}
+        return usage | {f"{given}_tokens_details": {"cached_tokens": watch.cached}}
 
 
 class ChatAnswers(Answers):
@@ -245,7 +246,7 @@ class ChatAnswers(Answers):
 class ResponseAnswers(Answers):
     """The one answer as it grows."""
 
-    prefix, kind = "resp_", "response"
+    prefix, kind, counted = "resp_", "response", ("input", "output")
     _told = 0  # events
 
     def whole(self) -> dict[str, Any]:
@@ -317,11 +318,4 @@ class ResponseAnswers(Answers):
         }
 
     def usage(self) -> dict[str, Any]:
-        usage = super().usage()
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
+        return super().usage() | {"output_tokens_details": {"reasoning_tokens": 0}}
