@@ -192,9 +192,8 @@ def packed_logits(model: GPT, modules: Sequence[Attention], packed: Packed) -> T
 
 LEAST_PLACES = 256
 WASTED_BYTES = 256 << 20  # read in vain, beyond which launches are cheaper; kernels with bounds waste nothing
-Step = Callable[
-    [np.ndarray, np.ndarray], Tensor
-]  # captured; takes ids and places (2, R), rows to give logits of
+# A captured step, of ids and places (2, R) and of the rows whose logits it gives.
+Step = Callable[[np.ndarray, np.ndarray], Tensor]
 
 
 class DecodeGraphs:
