@@ -29,7 +29,7 @@ from gpu_doubts import DOUBTS, LeftOut
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
 PACKAGES = ("onnxruntime-gpu", "tensorrt", "triton")
-NEEDED = ("click", "pydantic", "tokenizers", "pyarrow", "rich")
+NEEDED = ("click", "pydantic", "tokenizers", "pyarrow", "tomli_w")
 PARTS = ("doubts", "tests", "road", "benchmarks")
 SMALL = {"model.overrides.layers": 2, "model.overrides.width": 64, "train.sequence_length": 64}
 FP8, PLAIN = "fp8 products", "gpt: plain fp32"

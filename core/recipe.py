@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import WrongUse, did_you_mean, nearest
@@ -105,9 +106,7 @@ def recipe_hash(recipe: Section) -> str:
 
 def dump_toml(recipe: Section, given: bool = False) -> str:
     """The recipe as TOML, every field written out, or those that were given; valid input again (None is left out)."""
-    lines: list[str] = []
-    _dump(recipe.model_dump(mode="json", exclude_none=True, exclude_unset=given), "", lines)
-    return "\n".join(lines).strip() + "\n"
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True, exclude_unset=given))
 
 
 def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -258,21 +257,3 @@ def line_of(text: str, key: str) -> int | None:
             if wanted[: len(name)] == name:
                 best = number
     return best
-
-
-def _dump(node: dict[str, Any], prefix: str, lines: list[str]) -> None:
-    for name, value in node.items():
-        if not isinstance(value, dict):
-            lines.append(f"{name} = {_literal(value)}")
-    for name, value in node.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{prefix}{name}]"]
-            _dump(value, f"{prefix}{name}.", lines)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_literal(item)}" for key, item in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans are JSON's

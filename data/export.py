@@ -46,7 +46,10 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
             _nanogpt(store, folder, val_fraction, Path(path), bar)
         for number, shard in enumerate(store.shards):
             if target == "olmo":
-                _link(shard.bin, folder / f"{number:05d}.npy")
+                try:
+                    os.link(shard.bin.resolve(), folder / f"{number:05d}.npy")
+                except OSError:  # another file system
+                    shutil.copyfile(shard.bin, folder / f"{number:05d}.npy")
             elif target == "llmc":
                 _llmc(shard, folder / f"tokens_{number:06d}.bin")
             elif target == "parquet":
@@ -77,13 +80,6 @@ def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path,
         first = {text: i for i, text in reversed(texts.items())}
         meta = {"vocab_size": tokenizer.vocab_size, "stoi": first, "itos": texts}
         (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source.resolve(), target)
-    except OSError:  # another file system
-        shutil.copyfile(source, target)
 
 
 def _llmc(shard: Shard, target: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities; what dtypes need stands in core/hardware.py
-ASKS_FOR_GROUPS = torch.__version__ >= "2.12"  # torch 2.11 takes them unasked
+GROUPED: Any = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 takes groups unasked
 # by the index of a device, in place of what torch says: set by a test, or where a machine stands in for another
 CAPABILITIES: dict[int | None, tuple[int, int]] = {}
 SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
@@ -120,8 +120,7 @@ def attend_runs(
 
         reach = window - 1  # -1 is everything
         sides = (reach, 0 if is_causal else reach)
-        grouped: dict[str, Any] = {"enable_gqa": True} if groups > 1 and ASKS_FOR_GROUPS else {}
-        out = varlen_attn(q_TAD, k_TGD, v_TGD, *inputs, window_size=sides, **grouped)
+        out = varlen_attn(q_TAD, k_TGD, v_TGD, *inputs, window_size=sides, **GROUPED)
         return cast(Tensor, out)
     assert not window
     if not hasattr(aten, "_efficient_attention_forward"):

@@ -147,11 +147,13 @@ class Experts(nn.Module):
         aligned = not any(size % ALIGNED for size in self.up.shape[1:])
         if x_MW.is_cuda and x_MW.dtype == torch.bfloat16 and aligned:
             ends = counts_E.cumsum(0, dtype=torch.int32)
-            expert_M = torch.repeat_interleave(counts_E, output_size=len(x_MW))
 
             def grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-                return y if bias is None else y + F.embedding(expert_M, bias)  # its gradient sums in 32 bits
+                if bias is None:
+                    return y
+                expert_M = torch.repeat_interleave(counts_E, output_size=len(x))
+                return y + F.embedding(expert_M, bias)  # its gradient sums in 32 bits
 
             return self._answers(x_MW, stacked, grouped)
         each = zip(x_MW.split(counts_E.tolist()), *(given.unbind() for given in stacked.values()))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from ...core.errors import Failed, MissingExtra, Refused, ThroughlineError, WrongUse
+from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
 from .inputs import DATASET_PREFIX, is_saved_dataset
 
 BLOCK_BYTES = 1 << 20
@@ -217,10 +217,8 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _open_dataset(name: str, split: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra("datasets", "reading a Hugging Face dataset", "datasets") from None
+    import datasets
+
     if name.startswith(DATASET_PREFIX):
         repository, revision, config = _hub_name(name)
         more = {"revision": revision} if revision else {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,14 +113,6 @@ def rows_that_fit(device: torch.device, row_bytes: int, share: float) -> int:
     return room // row_bytes
 
 
-class Replay(NamedTuple):
-    """A captured call, and the memory of what it is given and gives."""
-
-    given: list[torch.Tensor]
-    replay: Callable[[], None]
-    outputs: dict[str, torch.Tensor]
-
-
 class TorchEncoder(OneCall):
     """A BERT with heads or a GPT that embeds (`core.backend.EncoderBackend`); `compiled`: by torch.compile."""
 
@@ -136,7 +128,7 @@ class TorchEncoder(OneCall):
         if compiled:
             self.name = "torch-compiled"
             self._hidden = torch.compile(encoder.hidden, dynamic=None)
-        self._calls: dict[tuple[object, ...], Replay | None] = {}
+        self._calls: dict[tuple[object, ...], Callable[..., dict[str, torch.Tensor]] | None] = {}
         self._graphs = MOST_GRAPHS if weight.is_cuda else 0
         self._pool: Any = torch.cuda.graph_pool_handle() if weight.is_cuda else None
 
@@ -154,24 +146,32 @@ class TorchEncoder(OneCall):
         copied before the next call.
         """
         key = want if want is None else frozenset(want), *(x.shape for x in given)
-        if (known := self._calls.get(key)) is not None:
-            for place, x in zip(known.given, given):
-                place.copy_(x)
-            known.replay()
-            return known.outputs
-        own, kept = [x.to(self._device) for x in given], dict[str, torch.Tensor]()
+        if (replay := self._calls.get(key)) is not None:
+            return replay(given)
+        own = [x.to(self._device) for x in given]
         outputs = self._outputs(want, *own)
         if key in self._calls and self._graphs:
             try:
-                with torch.cuda.device(self._device):
-                    run, aside = lambda: kept.update(self._outputs(want, *own)), torch.cuda.Stream()
-                    self._calls[key] = Replay(own, captured(run, aside, self._pool), kept)
+                self._calls[key] = self._captured(want, own)
             except Exception as error:  # of any library, and of memory: launches may do
                 self._graphs = 0
                 warn(f"calls are launched one kernel at a time: {type(error).__name__}: {error}")
         elif len(self._calls) < self._graphs:
             self._calls[key] = None
         return outputs
+
+    def _captured(self, want: Want, own: list[torch.Tensor]) -> Callable[..., dict[str, torch.Tensor]]:
+        kept: dict[str, torch.Tensor] = {}
+        with torch.cuda.device(self._device):
+            run = captured(lambda: kept.update(self._outputs(want, *own)), torch.cuda.Stream(), self._pool)
+
+        def replay(given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+            for place, x in zip(own, given):
+                place.copy_(x)
+            run()
+            return kept
+
+        return replay
 
     def _outputs(
         self, want: Want, ids: torch.Tensor, types: torch.Tensor, mask: torch.Tensor, ask: torch.Tensor

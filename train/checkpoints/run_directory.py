@@ -172,13 +172,12 @@ def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ())
     for path in checkpoints(directory):
         try:
             verify_artifact(path, read_back={name for place, name in verified if place == path})
+            return path
         except (ThroughlineError, OSError) as error:
             warn(f"checkpoint passed over: {error}")
             if isinstance(error, OSError):
                 error = Refused("it cannot be read", where=path, why=str(error))
             damaged = damaged or error
-        else:
-            return path
     if damaged is not None:
         why = f"{damaged.what}: {damaged.why}".rstrip(": ")
         fix = "restore a checkpoint from a copy, or start again in another directory: --run-dir"
