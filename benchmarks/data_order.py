@@ -22,7 +22,7 @@ from throughline.data.dataset import DatasetOptions, Loader
 from throughline.data.order import key, permute
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
-from throughline.data.shard import write_index_in_blocks
+from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
 STEP_SECONDS = 0.020
@@ -64,8 +64,7 @@ def make_store(path: Path, tokens: int) -> TokenStore:
     bounds = np.unique(
         np.concatenate([[0], rng.integers(0, len(lengths), len(lengths) // 20), [len(lengths)]])
     )
-    counts = len(lengths), len(bounds) - 1
-    write_index_in_blocks(path / "00000.idx", counts, lambda: [lengths], lambda: [np.diff(bounds)], "uint16")
+    write_index(path / "00000.idx", lengths, bounds, "uint16")
     return TokenStore.open(path)
 
 

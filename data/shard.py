@@ -32,6 +32,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
 
 
+def write_index(
+    path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str
+) -> None:
+    """Write one `.idx`: `lengths` (sequences,) in tokens, `document_bounds` (documents + 1,) in sequences."""
+    counts = len(lengths), len(document_bounds) - 1
+    write_index_in_blocks(path, counts, lambda: [lengths], lambda: [np.diff(document_bounds)], dtype)
+
+
 def write_index_in_blocks(
     path: str | Path,
     counts: tuple[int, int],

@@ -29,7 +29,7 @@ USED = {
     "torch.ops._c10d_functional.wait_tensor": "as the gather",
     "torch.ops.mkldnn._linear_pointwise": "products are torch's own",
 }
-NAMED = {"TorchDynamoException"}  # asked for by getattr
+NAMED = {"TorchDynamoException", "_cuda_clearCublasWorkspaces"}  # asked for by getattr
 FOREACH = (
     "torch._foreach_"  # documented by torch (as beta), and what its own optimizers are made of: no fallback
 )

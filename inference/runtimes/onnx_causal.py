@@ -27,10 +27,6 @@ CACHE_LINE = 64  # bytes
 ONE_PROMPT = "one_prompt"  # metadata of a graph that reads one prompt with a past in a call
 
 
-# A call of one shape on the same rows, of ids, pasts and places; its logits are memory that the next one writes again.
-Bound = Callable[..., Any]
-
-
 @dataclass
 class OnnxCache:
     """Keys and values of sequences, and the bindings of their tensors."""
@@ -38,7 +34,7 @@ class OnnxCache:
     stores: dict[str, Any]  # of each cache of the graph (rows, kv heads, capacity, head)
     lengths: np.ndarray  # tokens that each row holds
     capacity: int
-    bindings: dict[tuple[int, ...], Bound] = field(default_factory=dict)
+    bindings: dict[tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
 
 
 class OnnxCausal:
@@ -126,7 +122,10 @@ class OnnxCausal:
                 cache.bindings[key] = bound
         return bound(call.ids_BS, call.past_B, call.ask_BN)
 
-    def _bind(self, cache: OnnxCache, first_row: int, rows: int, length: int, asked: int) -> Bound:
+    def _bind(
+        self, cache: OnnxCache, first_row: int, rows: int, length: int, asked: int
+    ) -> Callable[..., Any]:
+        """A call of one shape on the same rows, of ids, pasts and places; the next one writes its logits again."""
         kind, _, number = self.device.partition(":")
         binding = self.session.io_binding()
 

@@ -192,8 +192,6 @@ def packed_logits(model: GPT, modules: Sequence[Attention], packed: Packed) -> T
 
 LEAST_PLACES = 256
 WASTED_BYTES = 256 << 20  # read in vain, beyond which launches are cheaper; kernels with bounds waste nothing
-# A captured step, of ids and places (2, R) and of the rows whose logits it gives.
-Step = Callable[[np.ndarray, np.ndarray], Tensor]
 
 
 class DecodeGraphs:
@@ -232,7 +230,8 @@ class DecodeGraphs:
                     return None
             return cache.steps[count, seen](given, rows)
 
-    def _make(self, given: np.ndarray, seen: int, cache: KeyValueCache) -> Step:
+    def _make(self, given: np.ndarray, seen: int, cache: KeyValueCache) -> Callable[..., Tensor]:
+        """A captured step, of ids and places (2, R) and of the rows whose logits it gives."""
         given_2R = torch.from_numpy(given).to(self._device)
         shape = given.shape[1], self._model.config.vocab_size
         logits_RV = torch.empty(shape, dtype=torch.float32, device=self._device)

@@ -77,14 +77,12 @@ def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "Engine
 
 
 def captured(run: Callable[[], None], stream: Any = None, pool: Any = None) -> Callable[[], None]:
-    """The work of `run` as a CUDA graph; returns its replay. `pool`: memory that several graphs share. Where cuBLAS
-    works is the graph's own: torch's is freed when anybody in the process asks, and a replay would write there.
-    """
-    graph = torch.cuda.CUDAGraph()
-    torch._C._cuda_clearCublasWorkspaces()
+    """The work of `run` as a CUDA graph; returns its replay. `pool`: memory that several graphs share."""
+    graph, clear = torch.cuda.CUDAGraph(), getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()  # cuBLAS shall work in memory of the graph's: anybody in the process may free torch's
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         run()
-    torch._C._cuda_clearCublasWorkspaces()
+    clear()
     return graph.replay
 
 

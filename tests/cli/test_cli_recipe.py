@@ -92,7 +92,7 @@ def test_an_unknown_machine_is_answered_with_the_nearest_names() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """400 tokens of GPT-2's vocabulary, a foreign store of Megatron's."""
-    from indices import write_index
+    from throughline.data.shard import write_index
 
     (tmp_path / "store").mkdir()
     np.zeros(400, np.uint16).tofile(tmp_path / "store" / "00000.bin")

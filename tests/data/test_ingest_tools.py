@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from click.testing import CliRunner
-from indices import write_index
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
 from throughline.cli.data import size
 from throughline.cli.main import main
@@ -32,6 +31,7 @@ from throughline.data.ingest.text import split_sentences
 from throughline.data.ingest.tokenize import tokenize
 from throughline.data.inspect import inspect_store
 from throughline.data.new_tokenizer import import_tokenizer, train_tokenizer
+from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import Tokenizer
 

@@ -6,13 +6,13 @@ import resource
 
 import numpy as np
 import pytest
-from indices import write_index
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
 from throughline.data.bert import PAIR
 from throughline.data.dataset import DatasetOptions
 from throughline.data.packing import computed_once
 from throughline.data.samples import open_dataset
+from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
 # ids below FIRST are special; a token is FIRST + its position in the stream

@@ -6,11 +6,11 @@ import queue
 
 import numpy as np
 import pytest
-from indices import write_index
 from throughline.core.errors import WrongUse
 from throughline.data.dataset import DatasetOptions, Loader
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
+from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
 

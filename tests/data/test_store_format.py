@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import throughline.data.store as store_module
-from indices import write_index
 from throughline.core.artifact import create_artifact
 from throughline.core.errors import Refused, ThroughlineError, WrongUse
-from throughline.data.shard import token_dtype
+from throughline.data.shard import token_dtype, write_index
 from throughline.data.store import TokenStore, partial
 
 

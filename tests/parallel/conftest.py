@@ -13,7 +13,7 @@ import pytest
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A foreign store of 20,000 tokens in a pattern that can be learnt."""
     import numpy as np
-    from indices import write_index
+    from throughline.data.shard import write_index
 
     directory = tmp_path_factory.mktemp("store")
     tokens = (np.arange(20_000) * 7 % 31 + np.arange(20_000) // 50 % 3).astype(np.uint16)

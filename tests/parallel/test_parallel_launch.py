@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
-from indices import write_index
 from throughline.cli.common import throughline_command
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.errors import EXIT_FILE, Stopped
+from throughline.data.shard import write_index
 from throughline.train.logs.metrics import read_metrics
 from throughline.train.parallel import launch
 from throughline.train.parallel.ranks import Lost

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from indices import write_index  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.data.shard import write_index  # noqa: E402
 from throughline.models.attention import scaled_dot_product  # noqa: E402
 from throughline.models.transformer import AttentionPattern  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from indices import write_index
 from throughline.core.artifact import create_artifact
 from throughline.core.recipe import build_recipe
 from throughline.data.new_tokenizer import train_tokenizer
+from throughline.data.shard import write_index
 from throughline.data.tokenizer import Tokenizer
 from throughline.train.build import RunPlan, plan_run
 from throughline.train.recipes.recipe import Recipe
