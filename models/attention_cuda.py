@@ -120,7 +120,7 @@ def attend_runs(
 
         reach = window - 1  # -1 is everything
         sides = (reach, 0 if is_causal else reach)
-        out = varlen_attn(q_TAD, k_TGD, v_TGD, *inputs, window_size=sides, **GROUPED)
+        out = varlen_attn(q_TAD, k_TGD, v_TGD, *inputs, window_size=sides, **(GROUPED if groups > 1 else {}))
         return cast(Tensor, out)
     assert not window
     if not hasattr(aten, "_efficient_attention_forward"):
