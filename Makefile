@@ -128,7 +128,7 @@ reference: $(VENV)/.installed
 # It goes on where it stopped; CHECKFLAGS=--quick for less, --again to begin anew (docs/gpu.md)
 gpu-check:
 	mkdir -p build/path && ln -sfn $(CURDIR) build/path/throughline
-	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path:$$PYTHONPATH $(if $(NANOGPT),NANOGPT=$(NANOGPT)) \
+	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path$${PYTHONPATH:+:$$PYTHONPATH} $(if $(NANOGPT),NANOGPT=$(NANOGPT)) \
 		$(PYTHON) benchmarks/gpu_check.py $(CHECKFLAGS)
 
 clean:

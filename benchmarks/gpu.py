@@ -18,8 +18,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import Claim, claim, finish, paired, parser, run, throughline
-from gpu_scale import SMALL, flops_per_token, made_rows, peak_flops, seconds, whole_step
+from common import Claim, claim, finish, paired, run, throughline
+from gpu_scale import (
+    SMALL,
+    device_of,
+    flops_per_token,
+    gpu_parser,
+    made_rows,
+    peak_flops,
+    seconds,
+    whole_step,
+)
 from throughline.models.config import BERTConfig, GPTConfig, family_of, preset
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -225,14 +234,11 @@ def nanogpt_claim(checkout: Path, device: torch.device, pairs: int) -> Claim:
 
 
 def main() -> int:
-    options = parser(__doc__ or "")
-    options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = gpu_parser(__doc__ or "")
     options.add_argument("--nanogpt", type=Path, default=os.environ.get("NANOGPT") or None)
     chosen = options.parse_args()
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing measured", file=sys.stderr)
+    if (device := device_of(chosen.device)) is None:
         return 0
-    device = torch.device(chosen.device)
     pairs, repeats = (1, 3) if chosen.quick or device.type == "cpu" else (5, 20)
     claims, facts, peak = [], {}, peak_flops(device)
     for name in SHAPES:

@@ -280,12 +280,15 @@ def main() -> int:
     options.add_argument("--again", action="store_true", help="begin anew instead of going on")
     options.add_argument("--parts", default=",".join(PARTS), help="of these, by comma")
     chosen = options.parse_args()
+    parts = chosen.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        options.error(f"--parts: there is no {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here: nothing checked (--device cpu rehearses)", file=sys.stderr)
         return 0
     place = ROOT / "build" / ("gpu-check" if chosen.device == "cuda" else "gpu-check-on-cpu")
     checks = Checks(place, chosen.device, 6 if chosen.quick else 40, chosen.again)
-    parts, quick = chosen.parts.split(","), ["--quick"] if chosen.quick else []
+    quick = ["--quick"] if chosen.quick else []
     if "doubts" in parts:
         doubts(checks)
     if "tests" in parts:

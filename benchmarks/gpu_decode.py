@@ -10,14 +10,14 @@ step it compiles with CUDA graphs. BERT's peer is eager or compiled with CUDA gr
 give numbers on the host.
 """
 
+import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from common import Claim, claim, finish, paired, parser
-from gpu_scale import SMALL
+from common import Claim, claim, finish, paired
+from gpu_scale import SMALL, device_of, gpu_parser, seconds
 from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
 from throughline.inference.serving.generation import Job
 from throughline.inference.serving.slots import SlotBatch, answer
@@ -27,12 +27,6 @@ from throughline.models.init import build
 CONTEXT, ANSWER, ROWS = 128, 128, (1, 16)
 BERT_TOKENS = 128
 Call = Callable[[], object]
-
-
-def seconds(work: Call) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def our_answers(config: GPTConfig, prompts: np.ndarray, device: torch.device) -> Call:
@@ -76,24 +70,25 @@ def their_texts(config: BERTConfig, ids: np.ndarray, device: torch.device) -> di
     return {"eager": lambda: read(model), "compiled, CUDA graphs": lambda: read(compiled)}
 
 
-def compare(name: str, ours: Call, forms: dict[str, Call], pairs: int, calls: int, tokens: int) -> Claim:
+def compare(
+    name: str,
+    ours: Call,
+    forms: dict[str, Call],
+    device: torch.device,
+    pairs: int,
+    calls: int,
+    tokens: int,
+) -> Claim:
     """In turn, the peer's faster form; `tokens` of a call, 0 for a claim in milliseconds."""
 
-    def measure(call: Call) -> Callable[[], float]:
-        for _ in range(3):
-            call()
+    def measure(call: Call) -> float:
+        taken = statistics.median(seconds(call, device, calls))
+        return tokens / taken if tokens else 1e3 * taken
 
-        def measured() -> float:
-            taken = sorted(seconds(call) for _ in range(calls))[calls // 2]
-            return tokens / taken if tokens else 1e3 * taken
-
-        return measured
-
-    measures = {form: measure(call) for form, call in forms.items()}
-    tried = {form: one() for form, one in measures.items()}
+    tried = {form: measure(call) for form, call in forms.items()}
     best = (max if tokens else min)(tried, key=lambda form: tried[form])
     print(f"{name}: transformers {tried}", file=sys.stderr, flush=True)
-    found = paired(measure(ours), measures[best], pairs)
+    found = paired(lambda: measure(ours), lambda: measure(forms[best]), pairs)
     unit, better = ("tokens/s", "higher") if tokens else ("ms", "lower")
     made = claim(name, *found, peer=f"transformers, {best}", unit=unit, better=better, goal=1.0)
     print(made, file=sys.stderr, flush=True)
@@ -101,13 +96,9 @@ def compare(name: str, ours: Call, forms: dict[str, Call], pairs: int, calls: in
 
 
 def main() -> int:
-    options = parser(__doc__ or "")
-    options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    chosen = options.parse_args()
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing measured", file=sys.stderr)
+    chosen = gpu_parser(__doc__ or "").parse_args()
+    if (device := device_of(chosen.device)) is None:
         return 0
-    device = torch.device(chosen.device)
     small = SMALL | {"layers": 2, "sequence_length": CONTEXT + ANSWER} if chosen.device == "cpu" else {}
     pairs = 1 if chosen.device == "cpu" else 3 if chosen.quick else 5
     draw, claims = np.random.default_rng(0), []
@@ -116,10 +107,10 @@ def main() -> int:
     for rows in ROWS:
         prompts = draw.integers(0, gpt.vocab_size, (rows, CONTEXT))
         sides = our_answers(gpt, prompts, device), their_answers(gpt, prompts, device)
-        claims.append(compare(f"gpt2-124m-answers-{rows}", *sides, pairs, 1, rows * ANSWER))
+        claims.append(compare(f"gpt2-124m-answers-{rows}", *sides, device, pairs, 1, rows * ANSWER))
     ids = draw.integers(0, bert.vocab_size, (1, BERT_TOKENS))
     sides = our_texts(bert, ids, device), their_texts(bert, ids, device)
-    claims.append(compare("bert-base-text", *sides, pairs, 100 if device.type == "cuda" else 3, 0))
+    claims.append(compare("bert-base-text", *sides, device, pairs, 100 if device.type == "cuda" else 3, 0))
     if device.type == "cpu":
         print(f"rehearsed on the CPU, which claims nothing: {', '.join(one.name for one in claims)}")
         claims = []

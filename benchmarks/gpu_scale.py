@@ -17,6 +17,7 @@ FLOPs are those of benchmarks/prove_scale.py.
 import statistics
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -117,6 +118,21 @@ def stage_work(scale: Scale, pipeline_rank: int, device: torch.device) -> tuple[
     return work, len(stage.model.blocks)
 
 
+def gpu_parser(about: str) -> ArgumentParser:
+    """With the device of a benchmark of GPUs, which a CPU rehearses."""
+    options = parser(about)
+    options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    return options
+
+
+def device_of(name: str) -> torch.device | None:
+    """None, which is said, where there is no such device."""
+    if name == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: nothing measured", file=sys.stderr)
+        return None
+    return torch.device(name)
+
+
 def seconds(work: Callable[[], None], device: torch.device, repeats: int) -> list[float]:
     """Of each repetition after three to warm up, the device waited for."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -208,13 +224,9 @@ def measure_stages(device: torch.device, repeats: int) -> list[dict[str, object]
 
 
 def main() -> int:
-    options = parser(__doc__ or "")
-    options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    chosen = options.parse_args()
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing measured", file=sys.stderr)
+    chosen = gpu_parser(__doc__ or "").parse_args()
+    if (device := device_of(chosen.device)) is None:
         return 0
-    device = torch.device(chosen.device)
     repeats = 3 if chosen.quick else 10
     claims, facts = measure_whole(device, repeats)
     finish("gpu_scale", claims, facts=facts, details={"stages": measure_stages(device, repeats)})
