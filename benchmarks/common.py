@@ -16,8 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from throughline.core import hardware
 from throughline.core.console import table
+from throughline.data.shard import write_index
 
 LEFT_OUT = "left out: "  # so begins what `details` says of a claim whose peer is not here
 
@@ -169,3 +171,9 @@ def peak_memory() -> int:
     """
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+def index_file(path: Path, lengths: np.ndarray, bounds: np.ndarray, dtype: Any) -> None:
+    """The `.idx` of a store made by hand: sequences of `lengths` tokens, documents that end at `bounds` of them."""
+    counts = len(lengths), len(bounds) - 1
+    write_index(path, counts, lambda: [lengths], lambda: [np.diff(bounds)], dtype)

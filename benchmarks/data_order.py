@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from common import claim, finish, parser
+from common import claim, finish, index_file, parser
 from throughline.core.console import table
 from throughline.data.bert import Masker
 from throughline.data.dataset import DatasetOptions, Loader
 from throughline.data.order import key, permute
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
-from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
 STEP_SECONDS = 0.020
@@ -64,7 +63,7 @@ def make_store(path: Path, tokens: int) -> TokenStore:
     bounds = np.unique(
         np.concatenate([[0], rng.integers(0, len(lengths), len(lengths) // 20), [len(lengths)]])
     )
-    write_index(path / "00000.idx", lengths, bounds, "uint16")
+    index_file(path / "00000.idx", lengths, bounds, "uint16")
     return TokenStore.open(path)
 
 

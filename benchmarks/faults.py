@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from throughline.benchmarks.common import Claim, claim, finish, parser
+from throughline.benchmarks.common import Claim, claim, finish, index_file, parser
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.files import write_atomic
 from throughline.core.workspace import read_records
-from throughline.data.shard import write_index
 
 TIMEOUT_SECONDS = 10  # of the groups: a stall is seen after it
 KILL_BOUND_S, STALL_BOUND_S, ORPHAN_BOUND_S = 10.0, TIMEOUT_SECONDS + 15.0, 2.0
@@ -80,7 +79,7 @@ def make_store(path: Path) -> Path:
     tokens = np.cumsum(np.random.default_rng(0).integers(0, 3, 6000)) % 61
     with create_artifact(path, "tokens") as draft:
         tokens.astype(np.uint16).tofile(draft.path / "00000.bin")
-        write_index(draft.path / "00000.idx", np.full(60, 100), np.arange(0, 61), np.uint16)
+        index_file(draft.path / "00000.idx", np.full(60, 100), np.arange(0, 61), np.uint16)
         draft.facts |= {"vocab_size": 61, "largest_id": 60, "tokenizer": "made"}
     return path
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 70  # above the recipes' warm-ups
-QUICK = {"train.steps=": STEPS, "train.epochs=": 1, "--limit ": 10}  # at most
+STEPS = 20
+QUICK = {r"train\.epochs=": 1, "--limit ": 10}  # at most
 DRAINED_S = 20
 HERE = re.compile(r"^(?:make .*|\. \.venv/.*)\n", re.M)  # installed already
 SERVER = re.compile(r"^(throughline serve .*?)(?: &)?$", re.M)
@@ -41,6 +41,11 @@ def waited_for(server: re.Match[str]) -> str:
     return f"{server[1]} &\nanswers {port[1] if port else 8000}"
 
 
+def shortened(steps: re.Match[str]) -> str:
+    """Fewer steps, still more than a run has that is continued, and a warm-up that they reach the end of."""
+    return f"train.steps={min(STEPS, 10 + int(steps[1]) // 20)} --set schedule.warmup_steps=5"
+
+
 def file_of(page: str) -> Path:
     """README, or a page of the book."""
     return ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
@@ -50,11 +55,10 @@ def script(page: Path, quick: bool) -> str:
     """The page's commands as one shell script, each printed before it runs."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.S | re.M)
     text = SERVER.sub(waited_for, HERE.sub("", "\n".join(blocks).replace("\\\n", "")))
-    text = WHOLE.sub(rf"\1 --set train.steps={STEPS}", text) if quick else text
-    for name, most in QUICK.items() if quick else ():
-        text = re.sub(
-            rf"(?<={re.escape(name)})\d+", lambda found, most=most: str(min(int(found[0]), most)), text
-        )
+    if quick:
+        text = re.sub(r"train\.steps=(\d{2,})", shortened, WHOLE.sub(r"\1 --set train.steps=1000", text))
+        for name, most in QUICK.items():
+            text = re.sub(rf"(?<={name})\d+", lambda found, most=most: str(min(int(found[0]), most)), text)
     return PRELUDE.format(python=sys.executable) + "set -v\n" + text
 
 

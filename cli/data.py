@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections import Counter
 from typing import Any
 
@@ -58,15 +59,10 @@ def found_in_text(counts: dict[str, int]) -> list[str]:
 
 def size(text: str) -> int:
     """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024), as a type of an option."""
-    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-    number = text.upper().removesuffix("B")
-    unit = number.lstrip("0123456789.")
-    try:
-        value = int(float(number.removesuffix(unit)) * units[unit.strip()])
-    except (KeyError, ValueError, OverflowError):
-        raise click.BadParameter(f"{text!r} is no size; write for example 64M or 1GiB") from None
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d*)?|\.\d+) ?([KMG]?)(I?)B?", text.strip().upper())
+    value = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMG".index(found[2])) if found else 0
     if value <= 0:
-        raise click.BadParameter(f"{text!r} is not above zero")
+        raise click.BadParameter(f"{text!r} is no size above zero; write for example 64M or 1GiB")
     return value
 
 

@@ -33,14 +33,6 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_index(
-    path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str
-) -> None:
-    """Write one `.idx`: `lengths` (sequences,) in tokens, `document_bounds` (documents + 1,) in sequences."""
-    counts = len(lengths), len(document_bounds) - 1
-    write_index_in_blocks(path, counts, lambda: [lengths], lambda: [np.diff(document_bounds)], dtype)
-
-
-def write_index_in_blocks(
     path: str | Path,
     counts: tuple[int, int],
     lengths: Callable[[], Iterable[np.ndarray]],
@@ -50,8 +42,7 @@ def write_index_in_blocks(
     """Write one `.idx` in the memory of a block: `counts` (sequences, documents), `lengths` blocks of int32 tokens a
     sequence, asked for twice, `documents` blocks of int64 sequences a document.
     """
-    name = np.dtype(dtype).name
-    code = next(code for code, known in CODES.items() if known == name)
+    code = {known: code for code, known in CODES.items()}[np.dtype(dtype).name]
     with open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, code, counts[0], counts[1] + 1))
         for block in lengths():
@@ -60,13 +51,13 @@ def write_index_in_blocks(
         for block in lengths():
             ends = begin + np.cumsum(block, dtype="<i8")
             file.write(((ends - block) * np.dtype(dtype).itemsize).astype("<i8").data)
-            begin = int(ends[-1]) if len(ends) else begin
+            begin += int(block.sum())
         file.write(np.zeros(1, "<i8").data)
         begin = 0
         for block in documents():
             ends = begin + np.cumsum(block, dtype="<i8")
             file.write(ends.data)
-            begin = int(ends[-1]) if len(ends) else begin
+            begin += int(block.sum())
         assert begin == counts[0], "the documents must hold all sequences"
 
 

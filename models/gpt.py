@@ -44,11 +44,9 @@ class GPT(nn.Module):
         self.output = None if config.tied else nn.Linear(*shape, bias=config.output_bias)
         self.product: Callable[..., Tensor] = F.linear  # of the head
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:
-        """Ids (B, S) -> logits (B, S, V)."""
-        return self.head(self.hidden(input_ids, positions, document_ids))
+    def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named: Tensor | None) -> Tensor:
+        """Ids (B, S), and what `hidden` takes -> logits (B, S, V)."""
+        return self.head(self.hidden(input_ids, *inputs, **named))
 
     def hidden(
         self,

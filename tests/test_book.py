@@ -10,16 +10,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from common import settings
+from search import UNTRAINED, bm25, recall
 from throughline.core.recipe import load_recipe
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.rules import RULES
+from walk import SHORT, file_of, script, walk
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from common import settings  # noqa: E402
-from search import UNTRAINED, bm25, recall  # noqa: E402
-from walk import SHORT, file_of, script, walk  # noqa: E402
 
 # a quarter of an hour together: `make walk` alone walks them
 LONG = {"options", "layouts", "faults", "evaluation"}

@@ -1,13 +1,9 @@
 """`make gpu-check` writes each result down at once, goes on where it stopped and tries again what failed."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 from gpu_check import Checks, LeftOut
 from gpu_doubts import DOUBTS
 

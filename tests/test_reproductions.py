@@ -14,18 +14,11 @@ from types import SimpleNamespace
 
 import click
 import pytest
-from throughline.cli.main import main
-from throughline.models.config import preset
-from throughline.models.init import STD
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from bert_two_phases import reference_target  # noqa: E402
-from layer_eighth import made_input, shard_block  # noqa: E402
-from long_attention import BEYOND, extrapolated  # noqa: E402
-from reproduce import parts, with_earlier  # noqa: E402
-from reproductions import (  # noqa: E402
+from bert_two_phases import reference_target
+from layer_eighth import made_input, shard_block
+from long_attention import BEYOND, extrapolated
+from reproduce import parts, with_earlier
+from reproductions import (
     MINUTES,
     RESULTS,
     Claim,
@@ -38,6 +31,11 @@ from reproductions import (  # noqa: E402
     read_claim,
     read_claims,
 )
+from throughline.cli.main import main
+from throughline.models.config import preset
+from throughline.models.init import STD
+
+ROOT = Path(__file__).resolve().parents[1]
 
 CLAIMS = read_claims()
 by_name = pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common import claim
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from common import claim  # noqa: E402
 
 
 def script(place: str) -> Any:

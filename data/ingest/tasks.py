@@ -21,7 +21,7 @@ from ...core.artifact import input_record
 from ...core.errors import Failed
 from ...core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from ..backends import Backend, Watched
-from ..shard import token_dtype, write_index_in_blocks
+from ..shard import token_dtype, write_index
 from ..tokenizer import Tokenizer
 from .readers import DocumentBatch, Reader
 from .task_plan import Task, TaskPlan, read_unchanged
@@ -120,7 +120,7 @@ class ShardWriter:
         if self.tokens:
             for file in (self._bin, self._lengths, self._documents):
                 file.flush()
-            write_index_in_blocks(
+            write_index(
                 self._aside("idx"),
                 (self.sequences, self.documents),
                 lambda: _spilled(self._lengths, np.int32),

@@ -102,19 +102,12 @@ class Binding:
 
 
 class EngineSession:
-    """An engine on the device; `capture` makes a CUDA graph of a call (None: calls are only ever launched)."""
+    """An engine on the device."""
 
-    def __init__(
-        self,
-        library: Any,
-        plan: bytes,
-        where: Path | str = "",
-        device: str = "cuda:0",
-        capture: Callable[[Callable[[], None], Any], Callable[[], None]] | None = captured,
-    ) -> None:
+    def __init__(self, library: Any, plan: bytes, where: Path | str = "", device: str = "cuda:0") -> None:
         self.device, self._where, self._library = device, where, library
         self._strategies = getattr(library, "CudaGraphStrategy", None)  # of TensorRT-RTX alone
-        self._capture = capture if self._strategies is None else None
+        self._capture = captured if self._strategies is None and device != "cpu" else None
         self.capture_failures = 0
         self._stream: Any = torch.cuda.Stream(device) if device != "cpu" else None
         self._handle = self._stream.cuda_stream if self._stream else 0

@@ -92,11 +92,11 @@ def test_an_unknown_machine_is_answered_with_the_nearest_names() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """400 tokens of GPT-2's vocabulary, a foreign store of Megatron's."""
-    from throughline.data.shard import write_index
+    from common import index_file
 
     (tmp_path / "store").mkdir()
     np.zeros(400, np.uint16).tofile(tmp_path / "store" / "00000.bin")
-    write_index(tmp_path / "store" / "00000.idx", np.array([400]), np.array([0, 1]), np.uint16)
+    index_file(tmp_path / "store" / "00000.idx", np.array([400]), np.array([0, 1]), np.uint16)
     return tmp_path / "store"
 
 

@@ -24,7 +24,7 @@ class Killed(BaseException):
 PHASES = {
     "before the shard is opened": ("ShardWriter.__init__", 2),
     "while tokens are written": ("ShardWriter.write", 3),
-    "before the index": ("write_index_in_blocks", 1),
+    "before the index": ("write_index", 1),
     "between the two renames": ("os.replace", 4),
     "before the record": ("write_atomic", 1),
     "before the manifest": ("seal", 1),

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from click.testing import CliRunner
+from common import index_file
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
 from throughline.cli.data import size
 from throughline.cli.main import main
@@ -31,7 +32,6 @@ from throughline.data.ingest.text import split_sentences
 from throughline.data.ingest.tokenize import tokenize
 from throughline.data.inspect import inspect_store
 from throughline.data.new_tokenizer import import_tokenizer, train_tokenizer
-from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def test_exports_hold_the_same_tokens(store: Path, tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no part for validation"):
         export_store(store, "olmo", tmp_path / "other", val_fraction=0.1)
     np.arange(5).tofile(tmp_path / "wide.bin")
-    write_index(tmp_path / "wide.idx", np.array([5]), np.array([0, 1]), "int64")
+    index_file(tmp_path / "wide.idx", np.array([5]), np.array([0, 1]), "int64")
     with pytest.raises(WrongUse, match="does not read"):
         export_store(tmp_path / "wide", "llmc", tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -373,7 +373,7 @@ def test_nanogpt_takes_gpt2_for_granted(samples: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     tokenizer.encode("Hello world").astype(np.uint16).tofile(tmp_path / "store" / "00000.bin")
-    write_index(tmp_path / "store" / "00000.idx", np.array([2]), np.array([0, 1]), "uint16")
+    index_file(tmp_path / "store" / "00000.idx", np.array([2]), np.array([0, 1]), "uint16")
     assert [path.name for path in export_store(tmp_path / "store", "nanogpt", tmp_path / "nano")] == [
         "train.bin"
     ]

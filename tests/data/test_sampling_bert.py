@@ -6,13 +6,13 @@ import resource
 
 import numpy as np
 import pytest
+from common import index_file
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
 from throughline.data.bert import PAIR
 from throughline.data.dataset import DatasetOptions
 from throughline.data.packing import computed_once
 from throughline.data.samples import open_dataset
-from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
 # ids below FIRST are special; a token is FIRST + its position in the stream
@@ -28,7 +28,7 @@ def make_store(path, documents, shards=1) -> TokenStore:
         np.arange(FIRST + first, FIRST + first + lengths.sum(), dtype=np.int32).tofile(
             path / f"{number:05d}.bin"
         )
-        write_index(path / f"{number:05d}.idx", lengths, np.cumsum([0, *map(len, part)]), "int32")
+        index_file(path / f"{number:05d}.idx", lengths, np.cumsum([0, *map(len, part)]), "int32")
         first += int(lengths.sum())
     return TokenStore.open(path)
 

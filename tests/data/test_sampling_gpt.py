@@ -6,11 +6,11 @@ import queue
 
 import numpy as np
 import pytest
+from common import index_file
 from throughline.core.errors import WrongUse
 from throughline.data.dataset import DatasetOptions, Loader
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
-from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 
 
@@ -21,7 +21,7 @@ def make_store(path, sizes, shards=1, seed=0) -> TokenStore:
     first = 0
     for number, part in enumerate(np.array_split(np.asarray(sizes), shards)):
         np.arange(first, first + part.sum(), dtype=np.int32).tofile(path / f"{number:05d}.bin")
-        write_index(path / f"{number:05d}.idx", part, np.arange(len(part) + 1), "int32")
+        index_file(path / f"{number:05d}.idx", part, np.arange(len(part) + 1), "int32")
         first += int(part.sum())
     return TokenStore.open(path)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import throughline.data.store as store_module
+from common import index_file
 from throughline.core.artifact import create_artifact
 from throughline.core.errors import Refused, ThroughlineError, WrongUse
-from throughline.data.shard import token_dtype, write_index
+from throughline.data.shard import token_dtype
 from throughline.data.store import TokenStore, partial
 
 
@@ -40,7 +41,7 @@ def write_shard(prefix: Path, documents: list[list[list[int]]], dtype: str = "ui
     sequences = [sequence for document in documents for sequence in document]
     np.array([i for s in sequences for i in s], dtype).tofile(f"{prefix}.bin")
     bounds = np.cumsum([0, *(len(document) for document in documents)])
-    write_index(f"{prefix}.idx", np.array([len(s) for s in sequences]), bounds, dtype)
+    index_file(f"{prefix}.idx", np.array([len(s) for s in sequences]), bounds, dtype)
 
 
 def some_documents(seed: int, count: int) -> list[list[list[int]]]:

@@ -39,10 +39,8 @@ T4 = {"gpu": "Tesla T4", "compute_capability": "7.5", "driver": "580.1", "cuda":
 DYNAMIC = {"Inputs": [{"Name": "x", "Format/Datatype": "N/A due to dynamic shapes"}]}
 
 
-def on_cpu(
-    library: Any, plan: bytes, where: Path | str = "", device: str = "", capture: Any = None
-) -> EngineSession:
-    return EngineSession(library, plan, where, "cpu", capture)
+def on_cpu(library: Any, plan: bytes, where: Path | str = "", device: str = "") -> EngineSession:
+    return EngineSession(library, plan, where, "cpu")
 
 
 @pytest.fixture
@@ -210,7 +208,8 @@ def session_of(
     model, library = build(config, 1).eval(), fake()
     write_graph(model, path / "m.onnx", {}, GraphOptions("tensorrt", "fp16"))
     plan, _ = build_engine(library, path / "m.onnx", config, buckets(config, batches, lengths))
-    session = EngineSession(library, plan, device="cpu", capture=capture)
+    session = EngineSession(library, plan, device="cpu")
+    session._capture = capture
     session.calls = library.calls  # type: ignore[attr-defined]
     return model, session
 

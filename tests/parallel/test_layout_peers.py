@@ -1,6 +1,5 @@
 """The peers of benchmarks/layouts.py train the model that our layouts train: the same losses, step by step."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from layouts import AGREE, CASES, PEERS_OF, collective_share  # noqa: E402
+from layouts_peers import measure  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
@@ -17,10 +18,6 @@ from throughline.train.loop import train  # noqa: E402
 from throughline.train.recipes.recipe import Recipe  # noqa: E402
 from throughline.train.recipes.resolved import resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from layouts import AGREE, CASES, PEERS_OF, collective_share  # noqa: E402
-from layouts_peers import measure  # noqa: E402
 
 
 def tiny(case: str, store: Path) -> Recipe:

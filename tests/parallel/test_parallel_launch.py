@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
+from common import index_file
 from throughline.cli.common import throughline_command
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.errors import EXIT_FILE, Stopped
-from throughline.data.shard import write_index
 from throughline.train.logs.metrics import read_metrics
 from throughline.train.parallel import launch
 from throughline.train.parallel.ranks import Lost
@@ -51,7 +51,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = np.cumsum(draw.integers(0, 3, 6000)) % 61
     with create_artifact(path, "tokens") as draft:
         tokens.astype(np.uint16).tofile(draft.path / "00000.bin")
-        write_index(draft.path / "00000.idx", np.full(60, 100), np.arange(0, 61), np.uint16)
+        index_file(draft.path / "00000.idx", np.full(60, 100), np.arange(0, 61), np.uint16)
         draft.facts |= {"vocab_size": 61, "largest_id": 60, "tokenizer": "made"}
     return path
 

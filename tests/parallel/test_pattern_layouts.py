@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
+from common import index_file  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
-from throughline.data.shard import write_index  # noqa: E402
 from throughline.models.attention import scaled_dot_product  # noqa: E402
 from throughline.models.transformer import AttentionPattern  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
@@ -52,7 +52,7 @@ def test_losses_equal_the_single_process(tmp_path: Path) -> None:
     tokens = (np.arange(20_000) * 7 % 31).astype(np.uint16)
     (tmp_path / "store").mkdir()
     tokens.tofile(tmp_path / "store" / "00000.bin")
-    write_index(tmp_path / "store" / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
+    index_file(tmp_path / "store" / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
     overrides = {
         "layers": 2,
         "width": 32,

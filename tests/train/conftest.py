@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import index_file
 from throughline.core.artifact import create_artifact
 from throughline.core.recipe import build_recipe
 from throughline.data.new_tokenizer import train_tokenizer
-from throughline.data.shard import write_index
 from throughline.data.tokenizer import Tokenizer
 from throughline.train.build import RunPlan, plan_run
 from throughline.train.recipes.recipe import Recipe
@@ -46,7 +46,7 @@ def write_store(path: Path, tokenizer: Tokenizer, documents: list[list[str]]) ->
     bounds = np.cumsum([0, *(len(document) for document in documents)])
     with create_artifact(path, "tokens") as draft:
         np.concatenate(parts).astype(np.uint16).tofile(draft.path / "00000.bin")
-        write_index(draft.path / "00000.idx", lengths, bounds, np.uint16)
+        index_file(draft.path / "00000.idx", lengths, bounds, np.uint16)
         (draft.path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         draft.facts |= {
             "vocab_size": tokenizer.vocab_size,
