@@ -61,11 +61,6 @@ def test_the_ends_of_the_pipeline() -> None:
     assert last.found.kept_by_head >= 2 * tokens * scale.config.vocab_size // tensor
 
 
-def test_a_stage_of_the_encoder() -> None:
-    """Multi-query attention: the one key head stands on every process of the tensor axis."""
-    assert_as_published(measure(BY_NAME["bert-481b"], 0, "selective"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "rank", "recompute"),
@@ -73,6 +68,7 @@ def test_a_stage_of_the_encoder() -> None:
     ids=[f"{scale.name}-{rank}-{again}" for scale, rank, again in EVERYTHING],
 )
 def test_every_published_layout(scale: Scale, rank: int, recompute: str) -> None:
+    """Of the 481B encoder, whose attention is multi-query, the one key head stands on every process of the axis."""
     assert_as_published(measure(scale, rank, recompute))
 
 

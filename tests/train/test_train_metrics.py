@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from throughline.core.recipe import dump_toml
 from throughline.core.workspace import Workspace, read_records
 from throughline.train.build import RunPlan, training_rows
 from throughline.train.evaluate import Validation
-from throughline.train.logs.metrics import Metrics, StepReport, flat, read_metrics
+from throughline.train.logs.metrics import Metrics, StepReport, flat, peak_flops, read_metrics
 from throughline.train.logs.report import check_bound, compare_runs, curves, summary_rows, write_report
 from throughline.train.loop import train
 from throughline.train.recipes.recipe import Recipe
@@ -54,6 +55,16 @@ def test_records_hold_what_is_promised(make_plan: Callable[..., RunPlan], tmp_pa
     assert {"mlm_loss", "mlm_accuracy", "nsp_accuracy"} <= set(records[2]["validation"])
     events = [event["event"] for event in read_records(tmp_path / "run/events.jsonl")]
     assert events == ["started", "checkpoint", "finished"]
+
+
+@pytest.mark.parametrize(("seconds", "size"), [(0.026, 192), (0.001, 768)])
+def test_a_dtype_without_products_is_measured_small(
+    seconds: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large product of bf16 takes seconds where the processor has none: nobody waits for it at the start of a run."""
+    monkeypatch.setattr(timeit, "repeat", lambda *_, **__: [9.0, seconds])
+    flops, source = peak_flops(torch.device("cpu"), "bf16")
+    assert flops == 2 * size**3 / seconds and f" {size} wide" in source
 
 
 def test_a_share_above_the_peak_is_not_told() -> None:

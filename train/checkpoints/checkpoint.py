@@ -76,8 +76,7 @@ class CheckpointWriter:
     def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> None:
         """Start a checkpoint of this moment, when the one before is written; raises what went wrong with that."""
         self.wait()
-        snapshot = take_snapshot(trainer, self._buffers)
-        self._pending = self._thread.submit(self._write, snapshot, facts or {})
+        self._pending = self._thread.submit(self._write, take_snapshot(trainer, self._buffers), facts or {})
 
     def prepare(self, trainer: Trainer) -> None:
         """Make room for the copies of the first save meanwhile; the optimizer must have moved once."""
@@ -251,8 +250,7 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
 
 
 def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
-    dim = SUMMED_DIM.get(key.rsplit(".", 1)[1])
-    if dim is not None:
+    if (dim := SUMMED_DIM.get(key.rsplit(".", 1)[1])) is not None:
         return read.part(key, local.spec.box.cut(dim, -local.spec.box.start[dim], 1))
     like = read.entry(key)["shape"] == list(local.spec.shape)
     return read.part(key, local.spec.box) if like else read(key)

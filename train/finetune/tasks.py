@@ -209,8 +209,7 @@ class QuestionAnswering(Task):
             inner = logits[shift : shift + len(offsets)]
             score, first, last = best_span(inner[:, 0], inner[:, 1], self.recipe.max_answer_tokens)
             if score > best[number][0]:
-                context = records[number]["context"]
-                best[number] = (score, context[offsets[first, 0] : offsets[last, 1]])
+                best[number] = (score, records[number]["context"][offsets[first, 0] : offsets[last, 1]])
         answers = [[text for _, text in record["answers"]] for record in records]
         return squad([text for _, text in best], answers)
 

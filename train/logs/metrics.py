@@ -139,9 +139,11 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
             return 0.0, "unknown"
         return chip.tflops[precision] * 1e12, f"{chip.name}, dense {precision}"
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
-    size = 768
-    a = torch.ones(size, size, dtype=dtype)
-    best = min(timeit.repeat(lambda: a @ a, number=1, repeat=5))  # the first one is slow
+    for size in (192, 768):
+        a = torch.ones(size, size, dtype=dtype)
+        best = min(timeit.repeat("a @ a", globals={"a": a}, number=1, repeat=5))  # the first one is slow
+        if best > 3e-3:  # a CPU without products of this dtype, where a large one takes seconds
+            break
     return 2 * size**3 / best, f"measured matrix product, {size} wide, {torch.get_num_threads()} threads"
 
 
