@@ -51,13 +51,13 @@ def write_index(
         for block in lengths():
             ends = begin + np.cumsum(block, dtype="<i8")
             file.write(((ends - block) * np.dtype(dtype).itemsize).astype("<i8").data)
-            begin += int(block.sum())
+            begin = int(ends[-1]) if len(ends) else begin
         file.write(np.zeros(1, "<i8").data)
         begin = 0
         for block in documents():
             ends = begin + np.cumsum(block, dtype="<i8")
             file.write(ends.data)
-            begin += int(block.sum())
+            begin = int(ends[-1]) if len(ends) else begin
         assert begin == counts[0], "the documents must hold all sequences"
 
 
