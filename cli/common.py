@@ -4,9 +4,7 @@ import functools
 import io
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ import click
 
 from ..core import console, errors
 from ..core.errors import EXIT_FILE, Failed, Stopped, ThroughlineError
+from ..core.signals import raising
 
 if TYPE_CHECKING:
     from ..train.recipes.recipe import Recipe
@@ -48,7 +47,7 @@ def set_option(text: str) -> Callable[[Any], Any]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: it unwinds like Ctrl-C, half-written output is removed, with an exit code of its own."""
+    """SIGTERM or SIGHUP, by name: it unwinds like Ctrl-C, half-written output is removed, with its own exit code."""
 
 
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,13 +56,13 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     @flag("--json json_output", "Print one JSON object on stdout, everything else on stderr.")
     @flag("--quiet -q", "Print only the result, warnings and errors.")
     @flag("--debug", "Show the traceback of an error.")
+    @raising(_Terminated)  # train, serve and tokenise put their own in its place
     @functools.wraps(function)
     def wrapped(*args: Any, json_output: bool, quiet: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output, quiet=quiet)
         if isinstance(sys.stdout, io.TextIOWrapper):
             # as stderr: a path may hold what the terminal cannot show
             sys.stdout.reconfigure(errors="backslashreplace")
-        before = _on_sigterm(_terminated)  # train, serve and tokenise put their own in its place
         try:
             answer = function(*args, **kwargs)
             _tell_launcher(0)
@@ -74,21 +73,19 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt as signalled:
             code, said = errors.EXIT_INTERRUPTED, "interrupted"
             if isinstance(signalled, _Terminated):
-                code, said = errors.EXIT_STOPPED, "stopped by SIGTERM"
+                code, said = errors.EXIT_STOPPED, f"stopped by {signalled}"
             _tell_launcher(code)
             if _speaks():
-                click.echo(said, err=True)
+                console.write_line(said)
             sys.exit(code)
-        except BrokenPipeError:
-            # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # who read our output (`| head`) wants no more of it
+            _discard_stdout()
             sys.exit(errors.EXIT_FAILED)
         except (click.ClickException, click.exceptions.Exit):
             raise
         except Exception as error:
             _fail(_unforeseen(error), json_output, debug)
         finally:
-            _on_sigterm(before)
             console.configure()
 
     return wrapped
@@ -99,15 +96,9 @@ def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _on_sigterm(handler: Any) -> Any:
-    """Set the handler and return the one before; only a main thread may."""
-    if threading.current_thread() is threading.main_thread():
-        return signal.signal(signal.SIGTERM, handler)
-    return signal.SIG_DFL
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise _Terminated
+def _discard_stdout() -> None:
+    """Send what is still to be written, the interpreter's last flush included, nowhere: nobody can read it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell_launcher(code: int, kind: str = "done") -> None:
@@ -132,11 +123,14 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
         time.sleep(LATER_S)  # what all processes meet is said by the first, which then ends this one
     if debug:
         traceback.print_exc()
-    click.echo(f"error: {error}", err=True)
+    console.write_line(f"error: {error}")
     lost = getattr(error, "at_once", False)
     restarts = lost and EXIT_FILE in os.environ  # the launcher starts all again: this is not yet the answer
     if json_output and not restarts:
-        click.echo(json.dumps(error.as_dict()))
+        try:
+            click.echo(json.dumps(error.as_dict()))
+        except OSError:  # the terminal or the reader has gone: the exit code still says what happened
+            _discard_stdout()
     if lost:  # a run whose other processes stand still: an orderly end would wait for them
         os._exit(error.exit_code)
     sys.exit(error.exit_code)

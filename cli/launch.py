@@ -53,8 +53,8 @@ def command(
               throughline launch --emit kubernetes -- serve my=/models/my-onnx --host 0.0.0.0 > serve.yaml
               throughline launch --nproc 64 --emit slurm -- data tokenize corpus --tokenizer tok --out tokens
     A process that dies takes the others along; all start again from the last checkpoint. The exit code is the
-    command's: 75 when SIGTERM stopped it with everything saved. `eval` shares its questions out, with the
-    same scores. `data tokenize` becomes a job array, each machine an element of it.
+    command's: 75 when SIGTERM or SIGHUP stopped it with everything saved. `eval` shares its questions out,
+    with the same scores. `data tokenize` becomes a job array, each machine an element of it.
     """
     if arguments[:2] == ("data", "tokenize"):
         _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)

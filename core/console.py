@@ -25,20 +25,20 @@ def configure(*, json_output: bool = False, quiet: bool = False) -> None:
 def say(text: str) -> None:
     """A line for the person who watches."""
     if not _settings["quiet"]:
-        _to_stderr(text)
+        write_line(text)
 
 
 def warn(text: str) -> None:
     """A line that must be seen."""
-    _to_stderr(f"warning: {text}")
+    write_line(f"warning: {text}")
 
 
 warn_once = functools.cache(warn)  # the same text once a process
 
 
-def _to_stderr(text: str) -> None:
-    """Whoever read stderr may have gone: that is no reason to stop serving or training, nor not to stop."""
-    with contextlib.suppress(BrokenPipeError):
+def write_line(text: str) -> None:
+    """A line on stderr. A reader or a terminal that has gone is no reason to stop serving or training."""
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
@@ -125,7 +125,7 @@ def progress(label: str, total: float | None = None, unit: str = "") -> Any:
 
         @staticmethod
         def status_printer(file: Any) -> Any:
-            return tqdm.status_printer(file) if live else lambda line: _to_stderr(line) if line else None
+            return tqdm.status_printer(file) if live else lambda line: write_line(line) if line else None
 
         def close(self) -> None:
             self.sp = getattr(self, "sp", None) if live else None  # nothing is wiped off plain lines

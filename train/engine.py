@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from signal import SIGINT, SIGTERM, Signals
+from signal import SIGINT, Signals
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core.signals import STOP_SIGNALS
 from ..models.config import ModelConfig, family_of
 from ..models.init import initial_values
 from ..planner.layout import Layout
@@ -35,7 +36,8 @@ from .stage import LocalShard, Routers, Stage, local_shards, make_master, remove
 if TYPE_CHECKING:
     from .parallel.compression import CommunicationHook
 
-SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
+# that stop a run; of several the largest number counts, as in `Ranks.most`
+SIGNALS = tuple(sorted((SIGINT, *STOP_SIGNALS)))
 
 Values = Callable[[str, Box], Tensor]  # a part of the parameter of a name, on the host
 Mark = Callable[[str], None]  # is told the end of each phase of a step

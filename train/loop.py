@@ -2,10 +2,9 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -15,11 +14,12 @@ from ..core.console import amount, duration, progress, say
 from ..core.errors import EXIT_INTERRUPTED, Failed, Stopped
 from ..core.hardware import keep_freed_memory
 from ..core.recipe import recipe_hash
+from ..core.signals import handling
 from ..data.dataset import Loader
 from .build import RunPlan, build_trainer
 from .checkpoints.checkpoint import CheckpointWriter, restore
 from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, open_run, verified_share
-from .engine import Engine
+from .engine import SIGNALS, Engine
 from .logs.metrics import Metrics, StepReport
 from .logs.profile import Profile
 from .logs.target import convergence, reached, write_mllog
@@ -46,7 +46,8 @@ def train(
     """Train to the recipe's last step and return the summary. Each process of a layout calls this; the first keeps the
     directory. `resume`: "auto" continues what is in it, "never" refuses a directory that holds a run.
 
-    Raises Stopped after SIGTERM, KeyboardInterrupt after Ctrl-C, both saved; Failed after too many steps not finite.
+    Raises Stopped after SIGTERM or SIGHUP, KeyboardInterrupt after Ctrl-C, both saved; Failed after too many steps that
+    were not finite.
     """
     parallel = plan.recipe.parallel
     with (
@@ -304,12 +305,10 @@ class Signals:
         self.received: signal.Signals | None = None
         self.agreed = False  # by all processes of a run, to stop for it
         self._raise = False
-        self._old: dict[signal.Signals, object] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._old[number] = signal.signal(number, self._handle)
+        self._handlers.enter_context(handling(self._handle, SIGNALS))
         return self
 
     def number(self) -> int:
@@ -342,5 +341,4 @@ class Signals:
             self._raise = False
 
     def __exit__(self, *_: object) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)  # type: ignore[arg-type]
+        self._handlers.close()

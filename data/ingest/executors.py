@@ -18,6 +18,7 @@ from typing import cast
 
 from ...core.console import warn
 from ...core.errors import Failed, MissingExtra
+from ...core.signals import STOP_SIGNALS
 from ..backends import open_backend
 from ..tokenizer import FILE, Tokenizer
 from .task_plan import Task, TaskPlan, read_plan
@@ -100,7 +101,9 @@ def _open(folder: Path) -> tuple[TaskPlan, Tokenizer]:
 
 def _worker(pipe: Connection, work: str, backend_name: str) -> None:
     """Run tasks from the pipe until None comes or the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    # Ctrl-C and a lost terminal reach the whole process group; the parent ends its workers by SIGTERM
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removing what is half-written
     folder = Path(work)
     try:

@@ -7,8 +7,6 @@ of processes may work on one plan at a time (a job array); the one that commits 
 import fcntl
 import os
 import shutil
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +19,7 @@ from ...core.artifact import Draft, Input, Manifest, check_free, input_record, r
 from ...core.console import amount, progress, say, warn
 from ...core.errors import Failed, Stopped, ThroughlineError, WrongUse
 from ...core.files import full_disk, sha256_json, swap_in, write_atomic
+from ...core.signals import raising
 from ..backends import Backend, open_backend
 from ..shard import token_dtype
 from ..store import partial
@@ -62,7 +61,7 @@ def tokenize(
 ) -> Manifest | None:
     """Tokenise `inputs` into the store `out`; returns its manifest, None while a job array has work left. `append_eos`
     None: where the tokenizer has an end-of-text token and `sentences` is off. Raises WrongUse, Failed and Refused for
-    the user's and the input's faults, Stopped on SIGTERM.
+    the user's and the input's faults, Stopped on SIGTERM and SIGHUP.
     """
     out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     if overwrite and work.share is not None:
@@ -88,7 +87,7 @@ def tokenize(
             return complete
         raise
     try:
-        with full_disk(folder), _stoppable():
+        with full_disk(folder), raising(_stopped):
             (folder / STORE).mkdir(exist_ok=True)
             write_atomic(folder / FILE, tokenizer.to_json())
             tasks = plan.tasks()
@@ -202,21 +201,9 @@ def _clear_up(folder: Path, plan: TaskPlan, error: BaseException) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM becomes Stopped: workers are ended, committed shards stay."""
-
-    def stop(*_: object) -> None:
-        raise Stopped("stopped by SIGTERM", fix="run the same command again to continue")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _stopped(name: str) -> Stopped:
+    """The error of a signal: workers are ended, committed shards stay."""
+    return Stopped(f"stopped by {name}", fix="run the same command again to continue")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from throughline.cli.common import throughline_command
 from throughline.cli.demo import check_text, road
 from throughline.cli.main import VERBS, main
-from throughline.core import hardware
+from throughline.core import console, hardware
 from throughline.core.artifact import create_artifact, input_record
 from throughline.core.errors import WrongUse
 
@@ -136,7 +136,9 @@ def test_a_reader_that_goes_away_is_no_fault() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_before_the_work_has_begun_ends_with_its_code(number: signal.Signals, code: int) -> None:
     """A scheduler that stops a job while it loads is told what it is told later: the same command continues."""
 
@@ -145,5 +147,50 @@ def test_a_signal_before_the_work_has_begun_ends_with_its_code(number: signal.Si
     def loads() -> None:
         os.kill(os.getpid(), number)
 
+    before = signal.getsignal(number)
     done = CliRunner().invoke(loads)
     assert done.exit_code == code and "Traceback" not in done.output
+    assert ("interrupted" if code == 130 else f"stopped by {number.name}") in done.stderr
+    assert signal.getsignal(number) is before
+
+
+def test_a_command_under_nohup_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP that the parent ignores stays ignored; SIGTERM still ends the command."""
+
+    @click.command()
+    @throughline_command
+    def works() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        console.result({"done": True}, ["done"])
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        done = CliRunner().invoke(works)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (done.exit_code, done.stdout) == (0, "done\n")
+
+
+def test_a_lost_terminal_is_reported_twice_and_stops_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel and the shell both send SIGHUP, and what is written to the terminal fails from then on."""
+    terminal, ours = os.openpty()
+    os.close(terminal)
+    cleaned = []
+
+    @click.command()
+    @throughline_command
+    def works() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            with os.fdopen(ours, "w", buffering=1) as lost, monkeypatch.context() as patch:
+                patch.setattr(sys, "stderr", lost)
+                console.say("removing what is half-written")
+                console.warn("and saving")
+                cleaned.append(True)
+                patch.undo()
+                os.dup2(os.open(os.devnull, os.O_WRONLY), ours)
+
+    assert CliRunner().invoke(works).exit_code == 75
+    assert cleaned

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from throughline.core.artifact import verify_artifact
-from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.core.errors import Failed, Refused, Stopped, WrongUse
 from throughline.data.ingest import tasks as tasks_module
 from throughline.data.ingest import tokenize as tokenize_module
 from throughline.data.ingest.tokenize import Work, tokenize
@@ -144,6 +144,29 @@ def test_sigterm_exits_75_and_the_same_command_continues(stage: Any, plain: Path
         assert process.returncode == 75 and "run the same command again" in said, said
     assert subprocess.run(stage.command(tmp_path / "out"), capture_output=True).returncode == 0
     assert stage.files_hash(tmp_path / "out") == stage.files_hash(plain)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_keeps_the_committed_shards(
+    number: signal.Signals, stage: Any, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost terminal is as good a stop as a scheduler's: the same call goes on after the shards that are done."""
+    out, real = tmp_path / "out", tokenize_module.run_task
+    done = []
+
+    def stopping(*arguments: Any) -> None:
+        real(*arguments)
+        done.append(1)
+        if len(done) == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(tokenize_module, "run_task", stopping)
+    how = {"shard_bytes": 20_000, "work": tokenize_module.Work(workers=1)}
+    with pytest.raises(Stopped, match=f"stopped by {number.name}"):
+        tokenize([str(stage.place / "corpus")], stage.place / "bpe", out, **how)
+    assert len(list(tmp_path.glob("out.partial/0*.json"))) == 2
+    assert tokenize([str(stage.place / "corpus")], stage.place / "bpe", out, **how) is not None
+    assert stage.files_hash(out) == stage.files_hash(plain)
 
 
 def test_full_disk_keeps_committed_shards(stage: Any, plain: Path, tmp_path: Path) -> None:

@@ -230,6 +230,19 @@ def test_a_start_that_lived_long_makes_the_count_of_restarts_begin_again(
     assert launch.run_processes(1, ["train"], restarts=1) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_is_passed_on_and_the_command_ends_with_75(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler's SIGTERM and a lost terminal's SIGHUP reach the processes, which save; none starts again."""
+    program = tmp_path / "program"
+    trap = f"trap 'echo 75 done > $THROUGHLINE_EXIT_FILE; exit 75' {number.name.removeprefix('SIG')}"
+    program.write_text(f"#!/bin/sh\n{trap}\nkill -{number.value} $PPID\nwhile true; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert launch.run_processes(1, ["train"], restarts=1) == 75
+
+
 @pytest.mark.parametrize(("code", "starts", "answer"), [(2, 1, 2), (3, 1, 3), (1, 2, 1)])
 def test_a_users_error_on_any_process_is_final(
     code: int, starts: int, answer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,17 +85,18 @@ def test_every_start_in_another_layout(
         assert record["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-11)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_one_process_stops_all_at_one_step(
-    make_recipe: Callable[..., Recipe], tmp_path: Path
+    number: signal.Signals, make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """SIGTERM reaches the second process only, after step 4: it travels with the next step's totals, so all
+    """The signal reaches the second process only, after step 4: it travels with the next step's totals, so all
     save step 5, say so (exit 75), and `latest` names it.
     """
     warm()
 
     def stop(model: Any, step: int) -> dict[str, Any]:
         if step == 4 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return {}
 
     def rank() -> tuple[str, int]:
@@ -106,7 +107,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step(
             return stopped.what, stopped.exit_code
         raise AssertionError("the run went to its end")
 
-    assert run_ranks(2, rank) == [("stopped by SIGTERM at step 5, saved and verified", 75)] * 2
+    assert run_ranks(2, rank) == [(f"stopped by {number.name} at step 5, saved and verified", 75)] * 2
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000005\n"
     verify_artifact(tmp_path / "run/checkpoints/step-00000005")
     assert not (tmp_path / "run/.heartbeat").exists()

@@ -111,17 +111,22 @@ def test_what_is_logged_evaluated_and_saved_changes_no_bit(
     assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_sigterm_saves_says_so_and_goes_on(make_plan: Callable[..., RunPlan], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_saves_says_so_and_goes_on(
+    number: signal.Signals, make_plan: Callable[..., RunPlan], tmp_path: Path
+) -> None:
+    """SIGTERM of a scheduler and SIGHUP of a lost terminal."""
+
     def stop(model: torch.nn.Module, step: int) -> dict[str, Any]:
         if step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return {}
 
     plan = make_plan("gpt", train={"steps": 9, "eval_every_steps": 1})
     train(plan, tmp_path / "whole")
     with pytest.raises(Stopped) as caught:
         train(plan, tmp_path / "parts", evaluators=[stop])
-    assert "step 4" in caught.value.what
+    assert f"{number.name} at step 4" in caught.value.what
     assert (tmp_path / "parts/checkpoints/latest").read_text().strip() == "step-00000004"
     assert [event["event"] for event in read_records(tmp_path / "parts/events.jsonl")][-1] == "stopped"
     train(plan, tmp_path / "parts")

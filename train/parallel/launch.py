@@ -22,6 +22,7 @@ from types import FrameType
 from ...core.console import say, warn
 from ...core.errors import EXIT_FAILED, EXIT_FILE, EXIT_REFUSED, EXIT_WRONG_USE
 from ...core.hardware import usable_cores
+from ...core.signals import STOP_SIGNALS, handling
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has ended
@@ -32,7 +33,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
     """Run `throughline ARGUMENTS` on so many processes; the exit code of the first, or of who met a user's error. After
-    a process was lost all start again, at most `restarts` times in a row. They get SIGTERM and Ctrl-C, save and end.
+    a process was lost all start again, at most `restarts` times in a row. They get SIGTERM, SIGHUP and Ctrl-C,
+    save and end.
     """
     left, start = restarts, 0
     while True:
@@ -71,13 +73,11 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
             stopped = True
             _signal(running, number)
 
-        old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            codes, first = _watch(running, file)
-        finally:
-            _signal(running, signal.SIGKILL)
-            for number, handler in old.items():
-                signal.signal(number, handler)
+        with handling(forward, (signal.SIGINT, *STOP_SIGNALS)):
+            try:
+                codes, first = _watch(running, file)
+            finally:
+                _signal(running, signal.SIGKILL)
         said = _said(file)
     if said is not None and codes[0] in (said, -signal.SIGKILL):  # killed here when it took its time to end
         return said, stopped, ""
