@@ -2,113 +2,209 @@
 
 import json
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..core.errors import WrongUse
-from .tokenizer import CHAT, CONFIG, GENERATION, TURN_ENDS, Tokenizer, beside_model, chat_template
+from ..core.errors import ThroughlineError, WrongUse
+from .model_settings import CHAT, chat_template, end_ids, settings_of
+from .roles import ROLES
+from .tokenizer import BREAK, CONFIG, Tokenizer
 
-BREAK = "\ufdd0"  # a noncharacter, put into added tokens that a message spells: they are encoded in two parts
-Turn = Mapping[str, str]  # `role`, `content` and, of some, `name`
+# Tokens that end a turn, where the template does not show by itself what ends one.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
+# Names under which messages carry reasoning; templates read the first.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+ANSWER = "answer"  # of the conversation that shows how a template ends a turn
+Turn = Mapping[str, Any]  # `role`, `content` and whatever else the template reads: `name`, `tool_calls`, ...
 
 
 class ChatTemplate:
-    """A conversation becomes the ids that a model was trained to answer, by its own template (`chat_template.jinja`, or
-    `chat_template` in `tokenizer_config.json`) in jinja's sandbox. Special tokens count only where the template writes
-    them: the text of a message that spells one is read as those characters, so that nobody can forge the end of a turn.
-    Raises WrongUse when the template cannot be compiled.
+    """A conversation becomes the ids that a model was trained to answer, by its own template
+    (`chat_template.jinja`, or `chat_template` in `tokenizer_config.json`) in the environment that
+    transformers gives it.
+
+    Special tokens count only where the template writes them. A message that spells one is read as those
+    characters, so nobody can forge the end of a turn. Any other text has the ids of transformers'
+    `apply_chat_template`. Raises WrongUse when the template cannot be compiled.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, names: dict[str, str], *ends: int) -> None:
-        usual: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
-        environment = ImmutableSandboxedEnvironment(**usual)
-        environment.filters["tojson"] = _json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = time.strftime
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, names: dict[str, str], ends: Iterable[int] = ()
+    ) -> None:
+        """`names` are the special tokens as the template knows them (`bos_token`, ...); `ends` are ids that
+        end a text.
+        """
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except TemplateError as error:
-            raise WrongUse("the chat template is broken", where=CHAT, why=str(error)) from error
+            fix = "correct the template, or serve the model without chats by removing it"
+            raise WrongUse("the chat template is broken", where=CHAT, why=str(error), fix=fix) from error
         self.source, self._tokenizer, self._names = source, tokenizer, names
         added = tokenizer.config.get("added_tokens") or []
-        self._special = {token["content"]: int(token["id"]) for token in added}
-        self._any_special = _any_of(self._special)
-        usual_ends = (*TURN_ENDS, names["eos_token"])
-        self.ends = tuple(name for name, i in self._special.items() if name in usual_ends or i in ends)
-        # What a model says of itself, such as `</think>`, stays in its own earlier answers: templates look for it.
-        said = {token["content"] for token in added if not token.get("special", True)} - {*self.ends}
-        self._not_said = _any_of(self._special.keys() - said)
+        self._added = {token["content"]: int(token["id"]) for token in added}
+        guarded = {
+            token["content"] for token in added if token.get("special") or token["content"] in TURN_ENDS
+        }
+        guarded |= {token for token, i in self._added.items() if i in tokenizer.special_ids}
+        self._guarded = _any_of(guarded)
+        # Such tokens are found in the normalised text, so other spellings of them count too.
+        self._has_spellings = any(token.get("special") and token.get("normalized") for token in added)
+        self.end_ids: frozenset[int] = frozenset(ends) | self._turn_ends()
+        """The ids that end an answer: those of the model and what the template writes behind one."""
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
-        """The template beside a tokenizer, None without one; answers end where the model's defaults say, too."""
-        config, defaults = _object(directory / CONFIG), _object(beside_model(directory, GENERATION))
-        if (source := chat_template(directory)) is None:
-            return None
-        names = {}
-        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            token = config.get(role)
-            names[role] = token.get("content", "") if isinstance(token, dict) else token or ""
-        ends = defaults.get("eos_token_id") or []
-        return cls(source, tokenizer, names, *(ends if isinstance(ends, list) else [ends]))
-
-    def ids(self, turns: Sequence[Turn]) -> np.ndarray:
-        """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
-        return self.encode(self.text(turns))
-
-    def text(self, turns: Sequence[Turn]) -> str:
-        """The same before it is encoded."""
-        given = [
-            {
-                key: text
-                if key == "role"
-                else self.plain(text, key == "content" and turn["role"] == "assistant")
-                for key, text in turn.items()
-            }
-            for turn in turns
-        ]
+        """The template beside a tokenizer, None without one. Raises WrongUse for one that cannot be used."""
         try:
-            return self._template.render(messages=given, add_generation_prompt=True, **self._names)
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
+            if (source := chat_template(directory)) is None:
+                return None
+            names = _token_names(settings_of(directory, CONFIG), tokenizer)
+            return cls(source, tokenizer, names, end_ids(directory, tokenizer))
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise WrongUse("the chat template cannot be read", where=directory, why=why) from error
+
+    @classmethod
+    def find_usable(cls, directory: Path, tokenizer: Tokenizer) -> "tuple[ChatTemplate | None, str]":
+        """The template beside a tokenizer and, where there is one that cannot be used, None and the reason."""
+        try:
+            return cls.find(directory, tokenizer), ""
+        except ThroughlineError as error:
+            return None, str(error)
+
+    def ids(self, turns: Sequence[Turn], **settings: Any) -> np.ndarray:
+        """The ids of a conversation up to where the answer begins, int64 (S,). See `text`."""
+        return self.encode(self.text(turns, **settings))
+
+    def text(self, turns: Sequence[Turn], **settings: Any) -> str:
+        """The same before it is encoded: special tokens that a message spells have a mark in them (`plain`).
+
+        `settings` are what the template may read besides: `tools`, `documents`, `enable_thinking`, ... By
+        default the text ends where the answer begins; `add_generation_prompt=False` ends it behind the last
+        turn. Raises WrongUse when the conversation does not fit the template.
+        """
+        usual = {"tools": None, "documents": None, "add_generation_prompt": True}
+        given = self._names | usual | self._marked(settings)
+        try:
+            return self._template.render(given | {"messages": [self._message(turn) for turn in turns]})
+        except Exception as error:  # a template is a program: it may fail in any way
             why = f"the model's chat template says: {error}"
             raise WrongUse("the messages do not fit the chat template", where="messages", why=why) from error
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text whose special tokens count, but for those that `plain` has marked; int64 (S,)."""
-        special = self._special
-        parts = self._any_special.split(text)  # texts and special tokens by turns
-        ids = [np.array([special[part]]) if part in special else self._encode(part) for part in parts]
-        return np.concatenate(ids).astype(np.int64)
+        return np.array(self._tokenizer.parse(text), np.int64)
 
-    def plain(self, text: str, own: bool = False) -> str:
-        """The text with a mark in every special token that it spells; `own`: but for those that a model says."""
-        text, forged = text.replace(BREAK, ""), self._not_said if own else self._any_special
-        return forged.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+    def plain(self, text: str) -> str:
+        """The text with a mark in every special token that it spells."""
+        text = self._guarded.sub(lambda found: found[0][0] + BREAK + found[0][1:], text.replace(BREAK, ""))
+        if not self._has_spellings:
+            return text
+        while spans := self._tokenizer.special_spans(text):
+            for start, _ in reversed(spans):
+                text = text[: start + 1] + BREAK + text[start + 1 :]
+        return text
 
-    def _encode(self, text: str) -> np.ndarray:
-        parts = [self._tokenizer.encode(part) for part in text.split(BREAK) if part]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        """A message as templates expect it: without fields that are null, and with reasoning by its usual
+        name.
+        """
+        message = {key: value if key == "role" else self._marked(value) for key, value in turn.items()}
+        message = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((message[name] for name in REASONING if name in message), None)
+        if reasoning is None:
+            return message
+        return {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+
+    def _marked(self, value: Any) -> Any:
+        """A value whose texts are all `plain`."""
+        if isinstance(value, str):
+            return self.plain(value)
+        if isinstance(value, Mapping):
+            return {key: self._marked(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(one) for one in value]
+        return value
+
+    def _turn_ends(self) -> set[int]:
+        """The tokens that the template writes behind an answer, else the usual ones that it names."""
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+        try:
+            text = self.text(turns, add_generation_prompt=False)
+        except WrongUse:
+            return {i for name, i in self._added.items() if name in TURN_ENDS and name in self.source}
+        behind = text.rpartition(ANSWER)[2].lstrip()
+        end = _any_of(self._added).match(behind)
+        return {self._added[end[0]]} if end else set()
 
 
-def _object(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+class _Generation(Extension):
+    """`{% generation %}` marks the model's words for training masks; here the block is written as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers gives to a chat template, in jinja's sandbox."""
+    usual: dict[str, Any] = {
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "extensions": [loopcontrols, _Generation],
+    }
+    environment = ImmutableSandboxedEnvironment(**usual)
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _token_names(settings: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens by the names of a template: as tokenizer_config.json has them, else by their roles."""
+    texts = {i: text for text, i in tokenizer.vocab.items()}
+    names = {}
+    for role in ROLES:
+        token = settings.get(f"{role}_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        if name is None and role in tokenizer.special:
+            name = texts[tokenizer.special[role]]
+        if isinstance(name, str):
+            names[f"{role}_token"] = name
+    return {"bos_token": "", "eos_token": ""} | names
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(names, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    return text.replace(json.dumps(BREAK)[1:-1], BREAK)
 
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

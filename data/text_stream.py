@@ -1,53 +1,70 @@
-"""Text from token ids as they come, for answers that are shown or stopped while a model makes them."""
+"""Text of an answer as it becomes certain, cut at the first stop string."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-REPLACEMENT = "\ufffd"
-OPEN_TOKENS = 64  # beyond which a character that is still cut is none
+from .detokenizer import Detokenizer, WindowDetokenizer
+from .tokenizer import Tokenizer
+
+Decode = Callable[[list[int]], str]
 
 
 class TextStream:
-    """Text from token ids as it becomes certain: never half a character or a part of a stop string; the whole is the
-    sum of its parts. `decode` turns a list of ids into text (the tokenizer's). `before`: the last token of what is
-    continued, because many decoders write a word's space only after another word.
+    """Text from token ids as it becomes certain: never half a character or a part of a stop string. The join
+    of its parts is the tokenizer's own decoding of all ids, up to the first stop string.
+
+    `decode`: a `Tokenizer`, its `decode`, or any function from ids to text. `before`: the ids that the text
+    continues; many decoders write a word's blank only behind another word. `skip_special_tokens` leaves
+    special tokens out of the text; it is for tokenizers alone.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = (), before: list[int] | None = None
+        self,
+        decode: Tokenizer | Decode,
+        stop: Sequence[str] = (),
+        before: Sequence[int] | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._decode, self._stop = decode, stop
-        self._ids = before or []  # the last certain token as context, and those after it
-        self._given = len(decode(self._ids)) if before else 0  # characters of decode(_ids) already taken
+        owner = decode if isinstance(decode, Tokenizer) else getattr(decode, "__self__", None)
+        self._detokenizer: Detokenizer
+        if isinstance(owner, Tokenizer):
+            self._detokenizer = owner.detokenizer(before or (), skip_special_tokens)
+        else:
+            assert callable(decode)
+            self._detokenizer = WindowDetokenizer(decode, before or ())
+        self._stop = tuple(stop)
         self._held = ""  # decoded, but it may become a stop string
         self.stopped = False
+        self.pieces: list[
+            str
+        ] = []  # texts of the tokens that the last call settled, whatever is held back of them
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; "" while a character or a stop string may still be open."""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        # A cut character decodes to one replacement at the very end; the next token may complete it.
-        certain = len(text) - (text.endswith(REPLACEMENT) and len(self._ids) < OPEN_TOKENS)
-        self._held += text[self._given : certain]
-        self._given = max(self._given, certain)
-        if certain == len(text):
-            self._ids = self._ids[-1:]
-            self._given = len(self._decode(self._ids))
+        self.pieces = self._detokenizer.push(token_id)
+        self._held += "".join(self.pieces)
         return self._release()
 
     def finish(self) -> str:
         """The rest of the text when no more tokens come."""
-        self._held += self._decode(self._ids)[self._given :]
-        self._ids, self._given = [], 0
+        self.pieces = self._detokenizer.finish()
+        self._held += "".join(self.pieces)
         text = self._release()
         rest, self._held = self._held, ""
         return text if self.stopped else text + rest
 
     def _release(self) -> str:
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        self.stopped = self.stopped or bool(found)
+        if not self._stop:
+            text, self._held = self._held, ""
+            return text
+        starts = [self._held.find(stop) for stop in self._stop]
+        found = [start for start in starts if start >= 0]
+        if found:
+            text, self._held = self._held[: min(found)], ""
+            self.stopped = True
+            return text
         keep = max((open_stop(self._held, stop) for stop in self._stop), default=0)
-        cut = min(found, default=len(self._held) - keep)
-        text, self._held = self._held[:cut], "" if found else self._held[cut:]
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
         return text
 
 

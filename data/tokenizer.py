@@ -1,7 +1,9 @@
 """The tokenizer that every stage uses: a Hugging Face `tokenizer.json`, and which ids have a role.
 
-Encoding never adds special tokens and never makes one out of text: a document that contains the characters
-`<|endoftext|>` or `[MASK]` is encoded as those characters.
+There are two ways to encode. `encode` is for documents: it adds no special token and makes none out of text,
+so the characters `<|endoftext|>` or `[MASK]` stay characters. `encode_prompt` is for prompts that a user or a
+template wrote: it gives the ids of transformers' `tokenizer(text)`. Both depend on nothing but the text:
+truncation, padding and the random merges of BPE (dropout), which a file may ask for, are switched off.
 """
 
 import json
@@ -13,25 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from ..core.artifact import MANIFEST, OPEN, Input, create_artifact, input_record, is_artifact
+from ..core.artifact import Input, create_artifact, input_record, is_artifact
 from ..core.errors import Refused, WrongUse, beside
 from ..core.files import read_json, sha256_json
+from .detokenizer import Detokenizer, JoinedBytes, JoinedTokens, TokenTexts, WindowDetokenizer, pieces_of
+from .framing import framing_of, steps_of
+from .roles import ROLES, manifest_roles, pick_roles
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
-CHAT, GENERATION = OPEN
-# tokens that end a turn besides the end of text: an answer that writes one has ended
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
-ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
-# Names by which the tokens of a role are known where no manifest says so: GPT-2, Llama, BERT and ours.
-KNOWN = {
-    "eos": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"),
-    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
-    "pad": ("[PAD]", "<|pad|>", "<pad>"),
-    "unk": ("[UNK]", "<|unk|>", "<unk>"),
-    "cls": ("[CLS]",),
-    "sep": ("[SEP]",),
-    "mask": ("[MASK]", "<mask>"),
-}
+# Put into a special token that a message spells: the token is then encoded as characters. No text holds it by chance.
+BREAK = "\ufdd0\ufdd1\ufdd0"
 CONVERT = "transformers converts it where it knows the model: "
 CONVERT += "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(NEW) writes a tokenizer.json"
 # Characters beyond which `encode` goes by way of a batch, where the library frees Python's lock.
@@ -44,16 +37,19 @@ class Tokenizer:
 
     name = "tokenizers"  # as a backend: the library itself
 
-    def __init__(self, text: str, special: dict[str, int] | None = None, where: str = FILE):
-        import tokenizers
-
+    def __init__(
+        self,
+        text: str,
+        special: dict[str, int] | None = None,
+        where: str = FILE,
+        settings: dict[str, Any] | None = None,
+    ):
+        """`special` has the ids of the roles; `settings` is the content of a tokenizer_config.json."""
         try:
-            self._library = tokenizers.Tokenizer.from_str(text)
+            self._library = _library(text)
         except Exception as error:  # the library raises plain Exception for every fault of the file
             fix = "give a tokenizer.json in the Hugging Face format"
             raise Refused("not a tokenizer", where=where, why=str(error), fix=fix) from error
-        self._library.no_padding()
-        self._library.no_truncation()
         self._library.encode_special_tokens = True  # literal special text stays text
         self._text = text.encode()  # half of the str, which has two bytes a character for GPT-2's
         vocab = self.vocab
@@ -61,9 +57,7 @@ class Tokenizer:
             fix = "give one that was trained"
             raise Refused("not a tokenizer", where=where, why="its vocabulary is empty", fix=fix)
         self.vocab_size = max(vocab.values()) + 1
-        known = {role: vocab[name] for role in ROLES for name in reversed(KNOWN[role]) if name in vocab}
-        found = known if special is None else special
-        self.special = {role: found[role] for role in ROLES if role in found}
+        self.special = pick_roles(special, settings or {}, vocab)
         if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
             why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
@@ -72,7 +66,8 @@ class Tokenizer:
         added = self._library.get_added_tokens_decoder()
         roles = [token for i in set(self.special.values()) if (token := added.get(i)) and not token.special]
         # whatever the file calls them: their text stays text
-        self._library.add_special_tokens(sorted(token.content for token in roles))
+        self._role_tokens = sorted(token.content for token in roles)
+        self._library.add_special_tokens(self._role_tokens)
 
     @classmethod
     def load(cls, path: Path | str, special: dict[str, int] | None = None) -> "Tokenizer":
@@ -100,7 +95,9 @@ class Tokenizer:
         if file.suffix == ".tiktoken" or re.match(r"[A-Za-z0-9+/=]+ \d+\n", text):
             why = "a tiktoken file has tokens and ranks, and not the pattern that splits a text"
             raise Refused("not a tokenizer.json", where=file, why=why, fix=CONVERT)
-        return cls(text, _stated_roles(file) if special is None else special, str(file))
+        if special is None:
+            special = manifest_roles(file)
+        return cls(text, special, str(file), _settings(file))
 
     @cached_property
     def separators(self) -> int:
@@ -117,8 +114,11 @@ class Tokenizer:
     # Whoever needs these two parses anew: kept, GPT-2's would take 50 MB as Python objects.
     @property
     def config(self) -> dict[str, Any]:
-        """The content of the tokenizer.json."""
-        return json.loads(self._text)
+        """The content of the tokenizer.json, without what makes encoding depend on more than the text."""
+        config = json.loads(self._text) | {"truncation": None, "padding": None}
+        if config["model"].get("dropout") is not None:
+            config["model"]["dropout"] = None
+        return config
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -146,28 +146,30 @@ class Tokenizer:
 
     @cached_property
     def framing(self) -> tuple[list[int], list[int]]:
-        """The ids that the file's own template puts before a text and behind it; `encode` never does."""
-        before, behind = list[int](), list[int]()
-        ids = before
-        for step in _flatten(self._steps.get("post_processor"), "processors"):
-            for piece in step.get("single") or []:
-                if special := piece.get("SpecialToken"):
-                    ids += step["special_tokens"][special["id"]]["ids"]
-                else:
-                    ids = behind
-        return before, behind
+        """The ids that the post-processor puts before a text and behind it; `encode` never does."""
+        return framing_of(self._steps.get("post_processor"))
+
+    @cached_property
+    def document_framing(self) -> tuple[list[int], list[int]]:
+        """The framing of a document that a decoder learns from or continues: BOS, and EOS where the file asks
+        for it.
+
+        It is empty for the tokenizer of an encoder, one with a mask token: BERT's rows get their [CLS] and
+        [SEP] later.
+        """
+        return ([], []) if self.mask_id is not None else self.framing
 
     @property
     def puts_bos(self) -> bool:
-        """Whether the file's own habit is to put BOS before a text (Llama's is)."""
+        """Whether the post-processor puts BOS before a text (Llama's does)."""
         return self.bos_id is not None and self.framing[0] == [self.bos_id]
 
     @cached_property
     def splits_at_space(self) -> bool:
         """Whether text may be cut before white space without changing its tokens (true of all made here)."""
-        steps = _flatten(self._steps.get("pre_tokenizer"), "pretokenizers")
+        steps = steps_of(self._steps.get("pre_tokenizer"), "pretokenizers")
         normal = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
-        if any(step["type"] not in normal for step in _flatten(self._steps.get("normalizer"), "normalizers")):
+        if any(step["type"] not in normal for step in steps_of(self._steps.get("normalizer"), "normalizers")):
             return False
         if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
             return False
@@ -185,6 +187,60 @@ class Tokenizer:
         if len(text) > LONG_TEXT:
             return self.encode_batch([text])[0]
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """Ids of a prompt, int64 (tokens,): those of transformers' `tokenizer(text, add_special_tokens=...)`.
+
+        Special tokens that the text spells are those tokens. The post-processor's BOS and EOS are added, but
+        never a second time to a text that begins or ends with them. A prompt without any token is the
+        end-of-text token, after which a model begins a document.
+        """
+        ids = self.parse(text)
+        if add_special_tokens:
+            ids = self.framed(ids)
+        if not ids and self.eos_id is not None:
+            ids = [self.eos_id]
+        return np.array(ids, np.int64)
+
+    def parse(self, text: str) -> list[int]:
+        """Ids of a text in which special tokens count, except those that hold a `BREAK`; nothing is added."""
+        library = self._parsing
+        if len(text) > LONG_TEXT:  # the library frees Python's lock for a batch
+            encoding = library.encode_batch_fast([text], add_special_tokens=False)[0]
+        else:
+            encoding = library.encode(text, add_special_tokens=False)
+        return [i for i in encoding.ids if i != self._break_id] if BREAK in text else encoding.ids
+
+    def framed(self, ids: list[int]) -> list[int]:
+        """The ids of a text with those that the post-processor adds, unless the text brings them itself."""
+        before, behind = self.framing
+        if before and ids[: len(before)] == before:
+            before = []
+        if behind and ids[-len(behind) :] == behind:
+            behind = []
+        return before + ids + behind
+
+    @cached_property
+    def _parsing(self) -> Any:
+        """The library's tokenizer that makes special tokens out of their text. It knows `BREAK`, which it
+        drops.
+        """
+        import tokenizers
+
+        library = _library(self._text.decode())
+        library.add_special_tokens(self._role_tokens)
+        library.add_tokens([tokenizers.AddedToken(BREAK, normalized=False)])
+        return library
+
+    @cached_property
+    def _break_id(self) -> int:
+        return int(self._parsing.token_to_id(BREAK))
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where `encode_prompt` finds special tokens in a text: (first, last + 1) characters of each."""
+        encoding = self._parsing.encode(text, add_special_tokens=False)
+        special = self.texts.special_ids
+        return [span for i, span in zip(encoding.ids, encoding.offsets) if i in special]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids as `encode` gives them, and where each token stands in the text: (tokens, 2) characters."""
@@ -205,9 +261,44 @@ class Tokenizer:
         lengths = np.array([len(row) for row in ids], np.int64)
         return np.concatenate([np.empty(0, np.int32), *ids]), lengths
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the ids; special tokens appear by name, bytes that are no UTF-8 as U+FFFD."""
-        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = False) -> str:
+        """Text of the ids by the library; special tokens appear by name unless skipped, bytes that are no
+        UTF-8 as U+FFFD.
+        """
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """What each token contributes to a text."""
+        return TokenTexts(self._library, self._steps.get("decoder"))
+
+    def detokenizer(self, before: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+        """Text from ids that come one by one and continue those of `before`. See `Detokenizer`."""
+        if self.texts.is_byte_level:
+            return JoinedBytes(self.texts, before, skip_special_tokens)
+        if self.texts.is_separate:
+            return JoinedTokens(self.texts, before, skip_special_tokens)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), before)
+
+    def pieces(
+        self, ids: Sequence[int] | np.ndarray, before: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> list[str]:
+        """The text of each id; their join is the text of all. A character of several tokens is the last
+        one's.
+
+        The sums of their lengths are the tokens' offsets in the text.
+        """
+        return pieces_of(self.detokenizer(before, skip_special_tokens), ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of UTF-8 that a token adds behind another one, which may be a part of a character."""
+        return self.texts.bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The text that a token adds behind another one, U+FFFD for a part of a character; special tokens by
+        name.
+        """
+        return self.texts.text_of(token_id)
 
     def fingerprint(self) -> str:
         """sha256 of the tokenizer.json in canonical form: the same for the same tokens in any layout."""
@@ -218,8 +309,8 @@ class Tokenizer:
         return sha256_json({k: v for k, v in self.config.items() if k not in ("truncation", "padding")})
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json, without padding and truncation."""
-        return json.dumps(self.config | {"truncation": None, "padding": None}, ensure_ascii=False)
+        """The content of a tokenizer.json, as `config` has it."""
+        return json.dumps(self.config, ensure_ascii=False)
 
     def facts(self) -> dict[str, Any]:
         """What an artifact's manifest says of it."""
@@ -247,74 +338,30 @@ def tokenizer_records(path: Path | str) -> list[Input]:
     return [input_record(found) for found in (file, file.parent / CONFIG) if found.is_file()]
 
 
-def beside_model(directory: Path, name: str) -> Path:
-    """A file of settings of a model directory; of a checkpoint that has none, its run's."""
-    own = directory / name
-    return own if own.is_file() or directory.parent.name != "checkpoints" else directory.parents[1] / name
-
-
-def chat_template(directory: Path) -> str | None:
-    """The chat template of a model directory: its file, or the (default) one in tokenizer_config.json."""
-    if (file := beside_model(directory, CHAT)).is_file():
-        return file.read_text(encoding="utf-8")
-    stated = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
-    source = stated.get("chat_template") if isinstance(stated, dict) else None
-    if isinstance(source, list):  # several by name
-        source = next((one["template"] for one in source if one.get("name") == "default"), None)
-    return source if isinstance(source, str) else None
-
-
-def write_beside(target: Path, tokenizer: "Tokenizer", source: Path | None, longest: int) -> None:
-    """What stands beside a tokenizer.json, written to a directory: tokenizer_config.json, which names the special
-    tokens, and of the directory `source` what `copy_chat` takes.
-    """
-    texts = {i: text for text, i in tokenizer.vocab.items()}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
-    config |= {f"{role}_token": texts[i] for role, i in tokenizer.special.items()}
-    (target / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-    if source is not None:
-        copy_chat(source, target)
-
-
-def copy_chat(source: Path, target: Path) -> None:
-    """The chat template and the defaults of generation of a model directory, as far as it has them."""
-    if (template := chat_template(source)) is not None:
-        (target / CHAT).write_text(template, encoding="utf-8")
-    if (defaults := beside_model(source, GENERATION)).is_file():
-        (target / GENERATION).write_bytes(defaults.read_bytes())
-
-
 def tokenizer_beside(store: Path | str) -> Path:
     """Where a token store's tokenizer.json is if it has one: in it, or beside a Megatron prefix."""
     store = Path(store)
     return (store if store.is_dir() else store.parent) / FILE
 
 
-def _flatten(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    if step is None:
-        return []
-    return list(step[key]) if step["type"] == "Sequence" else [step]
+def _library(text: str) -> Any:
+    """The library's tokenizer of a tokenizer.json, whose ids depend on the text alone."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_str(text)
+    library.no_padding()
+    library.no_truncation()
+    if getattr(library.model, "dropout", None) is not None:
+        library.model.dropout = None
+    return library
 
 
-def _stated_roles(file: Path) -> dict[str, int] | None:
-    """Roles as a tokenizer artifact or a Hugging Face `tokenizer_config.json` beside the file states them."""
-    manifest = file.parent / MANIFEST
-    if manifest.is_file():
-        stated = read_json(manifest).get("facts", {}).get("special")
-        if isinstance(stated, dict):
-            return {str(role): int(i) for role, i in stated.items()}
+def _settings(file: Path) -> dict[str, Any]:
+    """The content of the tokenizer_config.json beside a tokenizer.json, empty where there is none."""
     config = file.parent / CONFIG
     if not config.is_file():
-        return None
-    stated, tokenizer = read_json(config), read_json(file)
-    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)):
-        why = f"it or {FILE} is no JSON object"
-        raise Refused("not a tokenizer", where=config, why=why, fix="restore both files")
-    vocab = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
-    roles = {}
-    for role in ROLES:
-        token = stated.get(f"{role}_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        if name in vocab:
-            roles[role] = vocab[name]
-    return roles or None
+        return {}
+    stated = read_json(config)
+    if not isinstance(stated, dict):
+        raise Refused("not a tokenizer", where=config, why="it is no JSON object", fix="restore the file")
+    return stated

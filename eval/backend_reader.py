@@ -1,6 +1,6 @@
 """Log-probabilities and greedy text by any backend: a graph, an engine, a file of llama.cpp."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -132,10 +132,16 @@ class _Checked:
 
 
 def greedy_texts(
-    backend: CausalBackend, tokenizer: Any, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int
+    backend: CausalBackend,
+    tokenizer: Any,
+    prompts: Sequence[Ids],
+    until: Sequence[str],
+    max_tokens: int,
+    end_ids: Iterable[int] = (),
 ) -> Iterator[Written]:
-    """Yields batches of (index, answer) as they end."""
-    jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, tuple(until)) for ids in prompts]
+    """Yields batches of (index, answer) as they end; `end_ids` end an answer, too."""
+    stop, stop_ids = tuple(until), tuple(end_ids)
+    jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, stop, stop_ids=stop_ids) for ids in prompts]
     answers = [""] * len(jobs)
     rest = tokenizer.decode, min(SLOTS, len(jobs)), tokenizer.vocab_size, tokenizer.eos_id, 0
     for number, _, piece in answer(SlotBatch(cast(CausalBackend, _Checked(backend)), *rest), jobs):

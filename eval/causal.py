@@ -115,9 +115,9 @@ class CausalScorer(BatchedScorer):
         """Greedy text by the server's batching; contexts are cut on the left to leave room for the answer."""
         room = self.room(max_tokens)
         prompts = [(self.bos + ids)[-room:] or (self.prefix,) for ids in self.tokenize(contexts)]
-        ends = self.chat.ends if self.chat else ()  # of the model's turn
-        yield from self.written(prompts, [*ends, *until], max_tokens)
+        yield from self.written(prompts, until, max_tokens)
 
     def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
         """Greedy text after prompts that leave room for it."""
-        yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens)
+        ends = self.chat.end_ids if self.chat else ()  # of the model's turn
+        yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens, ends)

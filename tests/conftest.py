@@ -5,6 +5,7 @@
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside the tests
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("THROUGHLINE_SHARED", ROOT.parent / "shared"))
@@ -62,6 +65,14 @@ def forkable() -> None:
 def root() -> Path:
     """The repository root."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a SentencePiece-style tokenizer and two end tokens (`tokenizer_fixtures`)."""
+    from tokenizer_fixtures import write_sentencepiece
+
+    return write_sentencepiece(tmp_path_factory.mktemp("sentencepiece") / "llama")
 
 
 @pytest.fixture(scope="session")

@@ -257,7 +257,8 @@ def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
     """Copy tokenizer.json with what stands beside it; returns the ids of its special tokens by our names."""
     if opened.tokenizer is None:
         return {}
-    from ...data.tokenizer import Tokenizer, write_beside
+    from ...data.model_settings import write_beside
+    from ...data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(opened.tokenizer)
     if tokenizer.vocab_size > opened.model.config.vocab_size:

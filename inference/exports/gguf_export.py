@@ -30,8 +30,10 @@ from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Refused, extra
 from ...core.files import shipped_table
+from ...data.chat import TURN_ENDS
 from ...data.gguf import to_gguf
-from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
+from ...data.model_settings import chat_template
+from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT, BERTWithHead
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.gpt import GPT

@@ -54,7 +54,8 @@ async def conversed(
     turns = [message.turn() for message in messages]
     model.reader.check_characters(sum(len(text) for turn in turns for text in turn.values()), "messages")
     ids = await call.beside(INLINE + 1, lambda: template.ids(turns))
-    body.stop = [*body.stops(), *template.ends]
+    if not body.ignore_eos:
+        body.stop_token_ids = [*body.stop_token_ids, *template.end_ids]
     return [model.job(body, ids, most or model.room(len(ids)), logprobs)]
 
 

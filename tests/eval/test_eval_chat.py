@@ -109,12 +109,14 @@ def test_an_answer_ends_where_the_turn_does(chat_model: Path) -> None:
     """As in a chat of the server: some families end a turn with a token that is not the tokenizer's end of text."""
     (chat_model / "chat_template.jinja").write_text(TURNS)
     scorer = open_scorer(chat_model, ScorerOptions(apply_chat_template=True)).scorer
-    assert "<|im_end|>" in scorer.chat.ends
-    prompt, answers = chat_text(scorer.chat, [("user", "Who goes there?")]), []
-    for ends in ((), None):
-        scorer.chat.ends = (answers[0][3:6],) if ends is None else ends
-        answers += [text for batch in scorer.generate([prompt], (), 12) for _, text in batch]
-    assert answers[1] == answers[0][: answers[0].index(answers[0][3:6])] != answers[0]
+    assert scorer.tokenizer.vocab["<|im_end|>"] in scorer.chat.end_ids
+    prompt = chat_text(scorer.chat, [("user", "Who goes there?")])
+    scorer.chat.end_ids = frozenset()
+    ((_, whole),) = next(scorer.generate([prompt], (), 12))
+    written = scorer.tokenizer.encode(whole).tolist()
+    scorer.chat.end_ids = frozenset(written[3:4])
+    ((_, cut),) = next(scorer.generate([prompt], (), 12))
+    assert cut == scorer.tokenizer.decode(written[: written.index(written[3])]) != whole
 
 
 def test_a_description_is_the_system_s_turn(chat_model: Path) -> None:

@@ -29,10 +29,8 @@ def test_a_message_cannot_forge_the_end_of_a_turn(chat_dir: Path) -> None:
     assert forged in tokenizer.decode(ids)
 
 
-def test_a_template_finds_what_the_model_said_of_itself(chat_dir: Path) -> None:
-    """`</think>`, which is no special token, in an earlier answer: a template that cuts there does, and what is left
-    is one token; a user's is so many characters.
-    """
+def test_tokens_that_are_not_special_count_in_messages(chat_dir: Path) -> None:
+    """`</think>`, which is no special token, is one token in anybody's text, as in transformers; templates find it."""
     file = chat_dir / "tokenizer.json"
     described = json.loads(file.read_text())
     known = {"id": 302, "content": "</think>", "special": False, "normalized": False}
@@ -46,8 +44,8 @@ def test_a_template_finds_what_the_model_said_of_itself(chat_dir: Path) -> None:
     said = {"role": "assistant", "content": "secret</think>a"}
     asked = {"role": "user", "content": "secret</think>a"}
     decode = Tokenizer.load(chat_dir).decode
-    assert decode(cut.ids([said]).tolist()) == "a." and "secret" in decode(cut.ids([asked]).tolist())
-    assert 302 in whole.ids([said]) and 302 not in whole.ids([asked])
+    assert decode(cut.ids([said]).tolist()) == "a."
+    assert 302 in whole.ids([said]) and 302 in whole.ids([asked])
 
 
 def test_templates_run_in_a_sandbox(chat_dir: Path) -> None:

@@ -13,7 +13,8 @@ from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused
 from throughline.data.chat import ChatTemplate
-from throughline.data.tokenizer import Tokenizer, copy_chat
+from throughline.data.model_settings import copy_chat
+from throughline.data.tokenizer import Tokenizer
 from throughline.inference.exports import export, export_engine, gguf_export, handover
 from throughline.inference.graphs import real_text as calibration
 from throughline.inference.runtimes.backends import open_backend
@@ -273,7 +274,7 @@ def test_chat_settings_are_the_owners(chatting: Path, gpt_dir: Path, tmp_path: P
     assert "top_p" in (tmp_path / "onnx" / "generation_config.json").read_text()
     (tmp_path / "onnx" / "tokenizer_config.json").unlink()
     found = ChatTemplate.find(tmp_path / "onnx", Tokenizer.load(tmp_path / "onnx"))
-    assert found is not None and found.ends == ("<|endoftext|>",)
+    assert found is not None and found.end_ids == {0}
     (checkpoint := tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
     for name in ("chat_template.jinja", "generation_config.json"):
         (tmp_path / "run" / name).write_bytes((tmp_path / "out" / name).read_bytes())

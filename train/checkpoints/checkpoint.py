@@ -37,7 +37,7 @@ from ...core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifac
 from ...core.console import warn
 from ...core.errors import Refused
 from ...core.files import full_disk, read_json, write_atomic
-from ...data.tokenizer import copy_chat
+from ...data.model_settings import copy_chat
 from ...models.config import FAMILIES
 from ...models.init import empty_model
 from ..engine import Engine

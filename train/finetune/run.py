@@ -15,7 +15,8 @@ from ...core.artifact import check_free, create_artifact, input_record
 from ...core.console import cell, say
 from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
-from ...data.tokenizer import Tokenizer, write_beside
+from ...data.model_settings import write_beside
+from ...data.tokenizer import Tokenizer
 from ...models import huggingface, huggingface_config, sentence
 from ...models.bert import BERT, BERTWithHead
 from ...models.gpt import GPT, in_use
