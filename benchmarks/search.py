@@ -20,15 +20,8 @@ from pathlib import Path
 
 import numpy as np
 from common import claim, finish, parser, settings, throughline
-from throughline.eval.search import (
-    BOTH,
-    WORDS,
-    by_embeddings,
-    by_words,
-    chosen_weight,
-    read_collection,
-    score,
-)
+from throughline.eval.beir import read_collection
+from throughline.eval.search import BOTH, WORDS, by_embeddings, by_words, chosen_weight, score
 from walk import ROOT, script, walk
 
 DOCUMENTS = ROOT / "recipes" / "samples" / "xquad-en"

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import Failed, WrongUse
+from ..core.errors import EXIT_FAILED, Failed, WrongUse
 from ..core.files import full_disk, json_lines, write_atomic
 from .common import PATH, backend_options, cache_options, flag, option, read_stdin, throughline_command
 
@@ -56,7 +56,7 @@ def generate(path: str, file: Path | None, prompt: str | None, out: Path | None,
             fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
             raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
         facts = generate_file(path, file, out, like, options)
-        check_answered(facts, out)
+        check_answered(facts, out, 'look for "error" in that file')
         said = f"{facts['lines']} lines answered ({facts['resumed']} by an earlier run): {out}"
         console.result({"path": str(out), **facts}, [said])
         return
@@ -97,14 +97,15 @@ def embed(path: str, file: str, out: str | None, chunk: bool, field: str, **how:
 
     Of a file of records (.jsonl, .json, .csv, .tsv, .parquet) the --field of each is embedded and the other fields are
     kept; the same command continues a run that was stopped. The embedding is what the directory's modules.json says,
-    without one the mean over the tokens, scaled to length 1: the dot product of two is their cosine. A record that
-    cannot be embedded gets an "error", and the exit code is 1.
+    without one the mean over the tokens, scaled to length 1: the dot product of two is their cosine.
+
+    The result has a row for every line or record. One that cannot be embedded (blank, too long) gets an "error" and no
+    "embedding", in .npy a row of zeros, and the exit code is 1.
 
     \b
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
     """
     from ..data.ingest.inputs import check_no_markup
-    from ..inference.serving.offline import embed_file, embed_texts
 
     if file != "-" and not Path(file).is_file():
         fix = "give a text file with one text per line, or - for standard input"
@@ -113,57 +114,125 @@ def embed(path: str, file: str, out: str | None, chunk: bool, field: str, **how:
     if form not in FORMS:
         raise WrongUse("embeddings are not written so", where=out, fix=f"name it {', '.join(FORMS)}")
     check_no_markup(file)
-    if (suffix := Path(file).suffix) in RECORDS:
-        if out is None:
-            raise WrongUse(f"a {suffix} file is answered in a file", where=file, fix="give --out FILE")
-        lines = Path(out if form == ".jsonl" else f"{out}.jsonl")
-        facts = embed_file(path, Path(file), lines, **how, chunk=chunk, field=field)
-        check_answered(facts, lines)
-        if form != ".jsonl":
-            _write(Path(out), [row for _, row in json_lines(lines)])
-            lines.unlink()
-        said = f"{facts['lines']} lines embedded ({facts['resumed']} by an earlier run): {out}"
-        console.result({"path": out, **facts}, [said])
+    suffix = Path(file).suffix
+    if suffix not in RECORDS:
+        if chunk:
+            fix = 'write the texts as .jsonl, {"text": "..."} a line: each piece gets its number as "chunk"'
+            raise WrongUse("--chunk makes several rows of a line", where=file, fix=fix)
+        _embed_text_file(path, file, out, **how)
         return
+    if out is None:
+        raise WrongUse(f"a {suffix} file is answered in a file", where=file, fix="give --out FILE")
+    if chunk and form == ".npy":
+        why = "the array has no place for the number of a piece and its text"
+        raise WrongUse(
+            "--chunk makes several rows of a text", where=out, why=why, fix="write .jsonl or .parquet"
+        )
+    _embed_records(path, Path(file), Path(out), chunk=chunk, field=field, **how)
+
+
+def _embed_records(path: str, file: Path, out: Path, **how: Any) -> None:
+    """Embed a file of records into a file, which is written whole too when this raises Failed for refused records."""
+    from ..inference.serving.offline import embed_file
+
+    lines = out if out.suffix == ".jsonl" else Path(f"{out}.jsonl")
+    facts = embed_file(path, file, lines, **how)
+    if out != lines and facts["errors"] < facts["lines"]:
+        _write(out, [row for _, row in json_lines(lines)])
+        if not facts["errors"]:
+            lines.unlink()
+    fix = f'each refused one has its "error" in {lines}'
+    if "longer than the model's context" in facts["first_error"]:
+        fix = f"--truncate embeds the beginning of longer texts, --chunk their pieces, into another --out\n{fix}"
+    check_answered(facts, out, fix)
+    said = f"{facts['lines']} lines embedded ({facts['resumed']} by an earlier run): {out}"
+    console.result({"path": str(out), **facts}, [said])
+
+
+def _embed_text_file(path: str, file: str, out: str | None, **how: Any) -> None:
+    """Embed the lines of a text file, or of standard input. Raises Failed when a line was refused."""
+    from ..inference.serving.offline import embed_lines
+
     text = read_stdin() if file == "-" else Path(file).read_bytes().decode("utf-8-sig", "replace")
-    # not splitlines(), which cuts at form feeds and at Unicode's line separators too
-    texts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
-    if not texts:
+    texts = _lines_of(text)
+    if not any(line.strip() for line in texts):
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
-    vectors = embed_texts(path, texts, **how)
-    rows = [{"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, vectors)]
+    vectors, errors = embed_lines(path, texts, **how)
+    rows: list[dict[str, Any]] = [
+        {"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, vectors)
+    ]
+    for place, error in errors.items():
+        rows[place] = {"text": texts[place], "error": error}
+    facts: dict[str, Any] = {"lines": len(texts), "errors": len(errors), "first_error": ""}
+    if errors:
+        first = min(errors)
+        facts["first_error"] = f"line {first + 1}: {errors[first]}"
+    fix = 'they keep their rows: zeros in .npy, an "error" in .jsonl and .parquet; remove lines that are no texts'
+    if any("longer than the model's context" in error for error in errors.values()):
+        fix = "--truncate embeds the beginning of longer lines"
+    if len(errors) == len(texts):
+        check_answered(facts, file, fix)
     if out is not None:
         _write(Path(out), rows)
+        check_answered(facts, out, fix)
         console.result({"path": out, "texts": len(texts)}, [f"{len(texts)} embeddings written: {out}"])
-    else:
-        console.result({"embeddings": rows}, [json.dumps(row, ensure_ascii=False) for row in rows])
+        return
+    console.result({"embeddings": rows}, [json.dumps(row, ensure_ascii=False) for row in rows])
+    if errors:  # the result is complete, with an "error" in these rows: no second object with --json
+        console.warn(f"{_refused(facts)}; {facts['first_error']}")
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
-def check_answered(facts: dict[str, Any], out: Path) -> None:
+def _lines_of(text: str) -> list[str]:
+    """The lines of a text without their ends: LF, CRLF or CR alone (not form feeds and Unicode's separators)."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def check_answered(facts: dict[str, Any], out: Path | str, fix: str) -> None:
     """Raise Failed where lines of a file were refused: their errors are in the answers."""
     if facts["errors"]:
-        what = f"{facts['errors']:,} of {facts['lines']:,} lines were refused"
-        fix = 'look for "error" in that file; of texts that are too long --truncate embeds the beginning'
-        raise Failed(what, where=out, why=facts["first_error"], fix=fix)
+        raise Failed(_refused(facts), where=out, why=facts["first_error"], fix=fix)
+
+
+def _refused(facts: dict[str, Any]) -> str:
+    return f"{facts['errors']:,} of {facts['lines']:,} lines were refused"
 
 
 def _write(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Texts with their vectors, in the form that the file's name asks for."""
+    """A row for every text, with or without a vector, in the form that the file's name asks for."""
     import numpy as np
 
     data = io.BytesIO()
     if out.suffix == ".npy":
-        np.save(data, np.array([row["embedding"] for row in rows], np.float32))
+        np.save(data, _array(rows))
     elif out.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        rows = [row | {"embedding": np.array(row["embedding"], np.float32)} for row in rows]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+        names = dict.fromkeys(name for row in rows for name in row)  # a refused row has other fields
+        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        vectors = columns.pop("embedding", [None] * len(rows))
+        table = pyarrow.table(columns)
+        array = pyarrow.array(vectors, pyarrow.list_(pyarrow.float32()))
+        pyarrow.parquet.write_table(table.append_column("embedding", array), data)
     else:
         data.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     with full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, data.getvalue())
+
+
+def _array(rows: list[dict[str, Any]]) -> Any:
+    """The vectors as float32 (rows, width); zeros for a row without one."""
+    import numpy as np
+
+    width = next(len(row["embedding"]) for row in rows if "embedding" in row)
+    array = np.zeros((len(rows), width), np.float32)
+    for place, row in enumerate(rows):
+        if "embedding" in row:
+            array[place] = row["embedding"]
+    return array
 
 
 @click.command()
@@ -172,32 +241,69 @@ def _write(out: Path, rows: list[dict[str, Any]]) -> None:
 @option("--split", None, "Split of the folder's qrels that is asked.", "test")
 @option("--weight", click.FloatRange(0, 1), "Share of the embeddings in the score of both.", 0.2)
 @option("--tune", None, "Split whose queries choose the weight instead: not the one that is asked.")
+@flag("--keep-identical-ids", "Keep a document with the id of the query among its hits (BEIR leaves it out).")
 @option("--query-prompt", None, "Prompt before every query, as for `embed` (default: the model's).")
 @option("--prompt", None, "Prompt before every document (default: the model's).")
 @backend_options
 @throughline_command
-def search(folder: Path, model: str | None, split: str, weight: float, tune: str | None, **how: Any) -> None:
+def search(
+    folder: Path,
+    model: str | None,
+    split: str,
+    weight: float,
+    tune: str | None,
+    keep_identical_ids: bool,
+    **how: Any,
+) -> None:
     """Score search over FOLDER, which has BEIR's form (corpus.jsonl, queries.jsonl, qrels/test.tsv), by BM25, by a
     BERT's embeddings and by both: nDCG at 10 and recall at 5, 10 and 100. Long documents are cut into chunks.
 
     \b
     Example:  throughline search my/scifact --model models/e5 --query-prompt "query: " --prompt "passage: "
     """
-    from ..eval.search import by_embeddings, by_words, chosen_weight, read_collection, score
+    from ..eval.beir import read_collection
+    from ..eval.search import by_embeddings, by_words, chosen_weight, score
 
     if tune == split or (tune and not model):
         why = "queries that choose the weight cannot test it" if model else "the weight is that of a model"
         raise WrongUse("no weight to choose", where="--tune", why=why, fix="another split, and --model")
-    collection, other = read_collection(folder, split), read_collection(folder, tune) if tune else None
+    collection = read_collection(folder, split)
+    for warning in collection.warnings:
+        console.warn(warning)
+    if collection.own_answers and not keep_identical_ids:
+        count = f"{collection.own_answers:,} queries have the document with their own id as an answer"
+        fix = "give queries and documents different ids, or pass --keep-identical-ids"
+        console.warn(f"{count}, which is left out of their hits: {fix}")
     texts = list(collection.documents.values())
     words = by_words(texts)
     vectors = by_embeddings(model, texts, **how) if model else None
-    if other and vectors:
-        weight = chosen_weight(other, words, vectors)
-    found = score(collection, words, vectors, weight)
-    queries, documents = len(collection.queries), len(collection.documents)
-    said = f"{queries:,} queries over {documents:,} documents"
-    said += f", embeddings weighed {weight:g}" + f" as {tune} chose" * bool(tune) if model else ""
-    header, rows = next(iter(found.values())), [(way, *each.values()) for way, each in found.items()]
-    facts = {"scores": found, "weight": weight, "queries": queries, "documents": documents}
-    console.result(facts, [*console.table(("search by", *header), rows), said])
+    if tune and vectors:
+        other = read_collection(folder, tune)
+        for warning in other.warnings:
+            if warning not in collection.warnings:
+                console.warn(warning)
+        weight = chosen_weight(other, words, vectors, keep_identical_ids)
+    scores = score(collection, words, vectors, weight, keep_identical_ids)
+    header = ("search by", *next(iter(scores.values())))
+    rows = [(way, *values.values()) for way, values in scores.items()]
+    facts = {
+        "scores": scores,
+        "weight": weight,
+        "queries": len(collection.queries),
+        "documents": len(collection.documents),
+        "identical_ids": collection.identical_ids,
+        "identical_ids_kept": keep_identical_ids,
+        "missing_documents": len(collection.missing_documents),
+        "missing_queries": len(collection.missing_queries),
+    }
+    said = f"{facts['queries']:,} queries over {facts['documents']:,} documents"
+    if model:
+        chosen = f" as {tune} chose" if tune else ""
+        said += f", embeddings weighed {weight:g}{chosen}"
+    lines = [*console.table(header, rows), said]
+    if collection.identical_ids:
+        kept = "kept among its hits" if keep_identical_ids else "left out of its hits, as BEIR does"
+        count = f"{collection.identical_ids:,} queries have the id of a document"
+        option_hint = "" if keep_identical_ids else " (--keep-identical-ids keeps it)"
+        lines.append(f"{count}: it is {kept}{option_hint}")
+    console.result(facts, lines)

@@ -195,7 +195,7 @@ def leaves(tree: Mapping[str, Any], between: str = ".", prefix: str = "") -> Ite
 def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, object) of a .jsonl file, or its `lines`, blank ones left out. Raises Failed for what is no object."""
     if lines is None:
-        with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:  # LF, CRLF or CR ends a line
             yield from json_lines(path, file)
         return
     for number, line in enumerate(lines, 1):

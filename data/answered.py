@@ -76,7 +76,7 @@ def _records(source: Path, field: str, cut: Cut = None) -> Iterator[Numbered]:
 
 
 def _lines(source: Path) -> Iterator[dict[str, Any]]:
-    with open(source, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+    with open(source, encoding="utf-8-sig", errors="replace") as file:  # LF, CRLF or CR ends a line
         for number, line in enumerate(file, 1):
             try:
                 yield from (record for _, record in json_lines(source, [line]))

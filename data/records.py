@@ -75,6 +75,13 @@ def read_records(
     A .txt file is cut into records of `lines` each, WikiText `pages` or the rows of a table (`tabs`); else it is one.
     With `pages` the lines of WikiText as records of their own become the same pages.
     """
+    return list(islice(iter_records(paths, lines=lines, pages=pages, tabs=tabs), limit))
+
+
+def iter_records(
+    paths: Sequence[Path], *, lines: int = 0, pages: bool = False, tabs: bool = False
+) -> Iterator[Record]:
+    """The records of `read_records`, one at a time."""
 
     def text(file: TextIO, path: Path) -> Iterator[Record]:
         if lines:
@@ -84,7 +91,7 @@ def read_records(
         return table(file, path, "\t") if tabs else iter([Record(f"{path}:1", {"text": file.read()})])
 
     records = (record for path in paths for record in _read(path, text))
-    return list(islice(_articles(records) if pages else records, limit))
+    return _articles(records) if pages else records
 
 
 def _read(path: Path, text: Callable[[TextIO, Path], Iterator[Record]]) -> Iterator[Record]:

@@ -1,82 +1,37 @@
-"""Search over a folder in BEIR's form by words (BM25), by embeddings and by both: nDCG and recall; and what else MTEB
+"""Search over a collection in BEIR's form (`beir.py`) by words (BM25), by embeddings and by both; and what else MTEB
 scores of embeddings (Muennighoff et al. 2023): similarity of pairs, and classification by few texts.
 
-    corpus.jsonl        {"_id", "title", "text"}
-    queries.jsonl       {"_id", "text"}
-    qrels/<split>.tsv   query-id, corpus-id, score, with a header
-
-The form is that of Thakur et al. 2021, "BEIR"; the metrics are trec_eval's, as BEIR reports them. Both scores of a
-query are brought to [0, 1] over the corpus and added, the embeddings' with a weight (Bruch et al. 2022, "An Analysis of
-Fusion Functions for Hybrid Retrieval") that other queries may choose. A text longer than the model's context is
-several; the nearest counts.
+Both scores of a query are brought to [0, 1] over the documents that it may find and added, the embeddings' with a
+weight (Bruch et al. 2022, "An Analysis of Fusion Functions for Hybrid Retrieval") that other queries may choose. A text
+longer than the model's context is several; the nearest counts.
 """
 
-import math
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from ..core.backend import AUTO, BackendOptions
 from ..core.errors import WrongUse, extra
-from ..core.files import json_lines
-from ..data.records import find_files, read_records, table
-from ..inference.serving.encoding import embed
-from ..inference.serving.offline import embed_texts, open_reader
+from ..data.records import find_files, read_records
+from ..inference.serving.offline import embed_each, embed_texts, open_reader
+from .beir import (
+    NDCG_AT,
+    RECALL_AT,
+    Collection,
+    Scores,
+    candidates,
+    mean_metrics,
+    metrics,
+    ranking,
+)
 
-NDCG_AT, RECALL_AT = 10, (5, 10, 100)
-QRELS = ("query-id", "corpus-id", "score")
 WEIGHTS = tuple(share / 20 for share in range(21))  # of the embeddings, that queries choose from
 WORDS, VECTORS, BOTH = "words (BM25)", "embeddings", "both"
 DRAWS, EXAMPLES = 10, 8  # of a classification: training sets, and texts of a label in each
-Scores = Callable[[str], np.ndarray]  # of a query, over the documents
-
-
-@dataclass(frozen=True)
-class Collection:
-    """Documents by id, queries by id, and by query the documents that answer it with their grades."""
-
-    documents: dict[str, str]
-    queries: dict[str, str]
-    relevant: dict[str, dict[str, int]]
-
-
-def read_collection(folder: Path, split: str = "test") -> Collection:
-    """The folder's corpus, and the queries of a split. Raises WrongUse for what is missing or names no document."""
-    corpus, file = folder / "corpus.jsonl", folder / "qrels" / f"{split}.tsv"
-    for path in (corpus, folder / "queries.jsonl", file):
-        if not path.is_file():
-            fix = "a folder has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; --split names another split"
-            raise WrongUse("no folder in BEIR's form", where=path, why="it is not there", fix=fix)
-    documents, queries = _texts(corpus), _texts(folder / "queries.jsonl")
-    relevant: dict[str, dict[str, int]] = {}
-    with open(file, encoding="utf-8", newline="") as lines:
-        for place, row in ((record.where, record.data) for record in table(lines, file, "\t")):
-            query, document, grade = (row.get(name, "") for name in QRELS)
-            if not grade.removeprefix("-").isdecimal():
-                why = f"it has {', '.join(row)}; the score {grade!r} is no whole number"
-                raise WrongUse("no line of qrels", where=place, why=why, fix=f"columns {', '.join(QRELS)}")
-            if document not in documents or query not in queries:
-                fix = "ids are those of `_id` in corpus.jsonl and queries.jsonl"
-                raise WrongUse(f"no document {document!r} or no query {query!r}", where=place, fix=fix)
-            relevant.setdefault(query, {})[document] = int(grade)
-    if not relevant:
-        raise WrongUse("no query is asked", where=file, fix=f"a header and lines of {', '.join(QRELS)}")
-    return Collection(documents, {query: queries[query] for query in relevant}, relevant)
-
-
-def _texts(path: Path) -> dict[str, str]:
-    """The title and text of every line by its id. Raises WrongUse for a line without an id or a text."""
-    texts = {}
-    for place, row in json_lines(path):
-        if "_id" not in row or not isinstance(row.get("text"), str):
-            raise WrongUse("no `_id` or no `text`", where=place, why=f"it has {', '.join(row)}")
-        texts[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
-    return texts
 
 
 def by_words(texts: Sequence[str]) -> Scores:
@@ -86,9 +41,18 @@ def by_words(texts: Sequence[str]) -> Scores:
     def words(text: str | Sequence[str]) -> list[list[str]]:
         return bm25s.tokenize(text, stopwords=None, return_ids=False, show_progress=False)
 
+    words_of_texts = words(texts)
     index = bm25s.BM25()
-    index.index(words(texts), show_progress=False)
-    return lambda query: index.get_scores(words([query])[0])
+    if any(words_of_texts):
+        index.index(words_of_texts, show_progress=False)
+
+    def scores(query: str) -> np.ndarray:
+        words_of_query = words([query])[0]
+        if not words_of_query or not any(words_of_texts):
+            return np.zeros(len(texts), np.float32)
+        return index.get_scores(words_of_query)
+
+    return scores
 
 
 def by_embeddings(
@@ -100,17 +64,17 @@ def by_embeddings(
 ) -> Scores:
     """Cosines of the BERT at `path`; a text's is that of its nearest chunk. Prompts as `embed --prompt` takes them."""
     loaded, reader = open_reader(path, options)
-    encoder, own, pad_id = loaded.backend, loaded.sentence, reader.tokenizer.pad_id or 0
-    asked, told = own.prompted(query_prompt), own.prompted(prompt)
-    chunks = [reader.chunks(text, told.prompt) for text in texts]
-    rows = [reader.frame({"text": told.text(chunk)}, truncate=True) for each in chunks for chunk in each]
-    vectors_CH = embed(encoder, rows, pad_id, own.output())
+    sentence = loaded.sentence
+    queries = dataclasses.replace(loaded, sentence=sentence.prompted(query_prompt))
+    documents = dataclasses.replace(loaded, sentence=sentence.prompted(prompt))
+    chunks = [reader.chunks(text, documents.sentence.prompt) for text in texts]
+    rows = [chunk for each in chunks for chunk in each]
+    vectors_CH, _ = embed_each(documents, reader, rows, truncate=True)  # zeros for a document without a token
     firsts = np.cumsum([0, *map(len, chunks)])[:-1]
 
     def scores(query: str) -> np.ndarray:
-        row = reader.frame({"query": asked.text(query)}, truncate=True)
-        (vector_H,) = embed(encoder, [row], pad_id, own.output())
-        return np.maximum.reduceat(vectors_CH @ vector_H, firsts)
+        vectors_1H, _ = embed_each(queries, reader, [query], truncate=True)
+        return np.maximum.reduceat(vectors_CH @ vectors_1H[0], firsts)
 
     return scores
 
@@ -119,51 +83,49 @@ def fused(words: np.ndarray, vectors: np.ndarray, weight: float) -> np.ndarray:
     """Both scores of a query over the documents, each brought to [0, 1]; `weight` of the vectors'."""
 
     def level(scores: np.ndarray) -> np.ndarray:
+        if not len(scores):  # the only document has the id of the query
+            return scores
         return (scores - scores.min()) / max(float(np.ptp(scores)), 1e-12)
 
     return (1 - weight) * level(words) + weight * level(vectors)
 
 
-def metrics(order: Sequence[str], grades: dict[str, int]) -> dict[str, float]:
-    """nDCG and recall of documents in their order, best first, as trec_eval has them."""
-    answers = {document: grade for document, grade in grades.items() if grade > 0}
-
-    def gain(found: Iterable[int]) -> float:
-        return sum(grade / math.log2(place + 2) for place, grade in enumerate(found))
-
-    best = gain(sorted(answers.values(), reverse=True)[:NDCG_AT])
-    named = {f"nDCG@{NDCG_AT}": gain(answers.get(one, 0) for one in order[:NDCG_AT]) / best if best else 0.0}
-    for most in RECALL_AT:
-        named[f"recall@{most}"] = len(answers.keys() & set(order[:most])) / max(len(answers), 1)
-    return named
-
-
-def chosen_weight(collection: Collection, words: Scores, vectors: Scores) -> float:
+def chosen_weight(
+    collection: Collection, words: Scores, vectors: Scores, keep_identical: bool = False
+) -> float:
     """The weight of the highest nDCG over the collection's queries, the smallest of equals."""
     names, totals = np.array(list(collection.documents)), np.zeros(len(WEIGHTS))
     for query, text in collection.queries.items():
-        found = words(text), vectors(text)
-        orders = (np.argsort(-fused(*found, weight), kind="stable")[:NDCG_AT] for weight in WEIGHTS)
-        graded = [metrics(names[order].tolist(), collection.relevant[query]) for order in orders]
-        totals += [each[f"nDCG@{NDCG_AT}"] for each in graded]
+        places = candidates(collection, query, keep_identical)
+        word_scores, vector_scores = words(text)[places], vectors(text)[places]
+        for number, weight in enumerate(WEIGHTS):
+            order = ranking(names[places], fused(word_scores, vector_scores, weight), NDCG_AT)
+            totals[number] += metrics(order, collection.relevant[query])[f"nDCG@{NDCG_AT}"]
     return WEIGHTS[int(totals.argmax())]
 
 
 def score(
-    collection: Collection, words: Scores, vectors: Scores | None, weight: float
+    collection: Collection,
+    words: Scores,
+    vectors: Scores | None,
+    weight: float,
+    keep_identical: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """The mean metrics over the queries by words, and with embeddings by these and by both."""
+    """The mean metrics over the queries by words, and with embeddings by these and by both. The document with the id
+    of a query is no hit of it, unless `keep_identical`.
+    """
     names = np.array(list(collection.documents))
     graded: dict[str, list[dict[str, float]]] = {}
     for query, text in collection.queries.items():
-        found = {WORDS: words(text)}
+        places = candidates(collection, query, keep_identical)
+        scores_by_way = {WORDS: words(text)[places]}
         if vectors is not None:
-            found[VECTORS] = vectors(text)
-            found[BOTH] = fused(found[WORDS], found[VECTORS], weight)
-        for way, scores_D in found.items():
-            order = names[np.argsort(-scores_D, kind="stable")[: max(RECALL_AT)]]
-            graded.setdefault(way, []).append(metrics(order.tolist(), collection.relevant[query]))
-    return {way: {name: fmean(one[name] for one in each) for name in each[0]} for way, each in graded.items()}
+            scores_by_way[VECTORS] = vectors(text)[places]
+            scores_by_way[BOTH] = fused(scores_by_way[WORDS], scores_by_way[VECTORS], weight)
+        for way, scores_D in scores_by_way.items():
+            order = ranking(names[places], scores_D, max(RECALL_AT))
+            graded.setdefault(way, []).append(metrics(order, collection.relevant[query]))
+    return {way: mean_metrics(rows) for way, rows in graded.items()}
 
 
 def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str, Any]:

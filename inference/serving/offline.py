@@ -21,7 +21,7 @@ from ...data.answered import Numbered, answer_records, text_of
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_text_model
 from ..runtimes.sampling import Sampling
-from .encoding import Reader, embed
+from .encoding import Encoding, Reader, embed
 from .generation import Job, TextDelta, prompt_ids
 from .slots import SlotBatch, answer
 
@@ -73,6 +73,52 @@ def embed_texts(
     names = [f"text {place}: {text[:60]}" for place, text in enumerate(texts, 1)]
     rows = [reader.frame({name: loaded.sentence.text(text)}, truncate) for name, text in zip(names, texts)]
     return embed(loaded.backend, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
+
+
+def embed_each(
+    loaded: Loaded, reader: Reader, texts: Sequence[str], truncate: bool = False
+) -> tuple[np.ndarray, dict[int, ThroughlineError]]:
+    """Embeddings of length 1, float32 (texts, width), and by its place the error of each text that has none: its row is
+    zeros. `truncate` embeds the beginning of longer texts.
+    """
+    rows: dict[int, Encoding] = {}
+    errors: dict[int, ThroughlineError] = {}
+    for place, text in enumerate(texts):
+        try:
+            _check_has_tokens(loaded, reader, text)
+            rows[place] = reader.frame({"text": loaded.sentence.text(text)}, truncate)
+        except ThroughlineError as error:
+            errors[place] = error
+    vectors = np.zeros((len(texts), loaded.config.width), np.float32)
+    if rows:
+        pad_id = reader.tokenizer.pad_id or 0
+        vectors[list(rows)] = embed(loaded.backend, list(rows.values()), pad_id, loaded.sentence.output())
+    return vectors, errors
+
+
+def _check_has_tokens(loaded: Loaded, reader: Reader, text: str) -> None:
+    """Refuse a text without a token of its own, whatever prompt stands before it."""
+    if not text.strip() or (loaded.sentence.prompt and not len(reader.encode(text, "text", truncate=True))):
+        raise WrongUse("the text is empty", where="text", fix="give at least one token of text")
+
+
+def embed_lines(
+    path: Path | str,
+    texts: Sequence[str],
+    options: BackendOptions = AUTO,
+    *,
+    truncate: bool = False,
+    prompt: str | None = None,
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Embeddings by the encoder at `path` as `embed_each` has them, with the errors as one line each."""
+    loaded, reader = open_reader(path, options, prompt)
+    vectors, errors = embed_each(loaded, reader, texts, truncate)
+    return vectors, {place: one_line(error) for place, error in errors.items()}
+
+
+def one_line(error: ThroughlineError) -> str:
+    """What happened and why, for the answer to a line of a file."""
+    return f"{error.what} ({error.why})" if error.why else error.what
 
 
 def generate_file(
@@ -160,7 +206,7 @@ def _generate(
             try:
                 job = text_job(loaded, tokenizer, text_of(record, "prompt"), _with_own(like, record))
             except ThroughlineError as error:
-                refused.append((number, record | {"error": str(error)}))
+                refused.append((number, record | {"error": one_line(error)}))
                 continue
             asked.append(((number, record), [""] * job.n, [None] * job.n))
             yield job
@@ -182,15 +228,16 @@ def _embed(
     loaded: Loaded, reader: Reader, records: Iterator[Numbered], truncate: bool, field: str
 ) -> Iterator[Numbered]:
     while group := list(islice(records, EMBEDDED_TOGETHER)):
-        rows, kept = [], []
+        kept, texts = [], []
         for number, record in group:
             try:
-                text = loaded.sentence.text(text_of(record, field))
-                rows.append(reader.frame({"text": text}, truncate))
+                texts.append(text_of(record, field))
                 kept.append((number, record))
             except ThroughlineError as error:
-                yield number, record | {"error": str(error)}
-        if kept:
-            vectors = embed(loaded.backend, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
-            for (number, record), vector in zip(kept, vectors):
-                yield number, record | {"embedding": vector.tolist()}
+                yield number, record | {"error": one_line(error)}
+        vectors, errors = embed_each(loaded, reader, texts, truncate)
+        for place, (number, record) in enumerate(kept):
+            if place in errors:
+                yield number, record | {"error": one_line(errors[place])}
+            else:
+                yield number, record | {"embedding": vectors[place].tolist()}

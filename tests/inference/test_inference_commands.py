@@ -12,6 +12,9 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 
+BERT_NORMALIZER = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+BERT_NORMALIZER |= {"strip_accents": None, "lowercase": False}
+
 
 def run(*arguments: str | Path, text: str | bytes | None = None) -> tuple[int, str]:
     result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=text)
@@ -113,7 +116,7 @@ def test_generate_takes_bytes_that_are_no_text(gpt_onnx: Path) -> None:
 
 def test_embed_writes_a_line_per_text(bert_onnx: Path, tmp_path: Path) -> None:
     texts = ["A model", "the lazy dog jumps over the text", "A model"]
-    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n\n")
+    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
     code, text = run("embed", bert_onnx, tmp_path / "in.txt", "--out", tmp_path / "out.jsonl")
     assert code == 0, text
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -126,17 +129,19 @@ def test_embed_writes_a_line_per_text(bert_onnx: Path, tmp_path: Path) -> None:
 
 
 def test_embed_reads_lines_and_names_the_one_that_is_wrong(bert_onnx: Path, tmp_path: Path) -> None:
-    """A line ends at a line feed alone; a missing directory is made; the message says which text it is about."""
+    """Unicode's separators and form feeds end no line; a missing directory is made; the message says which line it is
+    about.
+    """
     text = tmp_path / "in.txt"
-    text.write_bytes("\ufeffA model\r\n\r\nreads\u2028text\x0cagain\n".encode() + b"\xff")
+    text.write_bytes("\ufeffA model\r\nreads\u2028text\x0cagain\n".encode() + b"\xff")
     out = tmp_path / "new" / "out.jsonl"
     code, said = run("embed", bert_onnx, text, "--out", out)
     assert code == 0, said
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [row["text"] for row in rows] == ["A model", "reads\u2028text\x0cagain", "\ufffd"]
     text.write_text("A model\n" + "word " * 100)
-    code, said = run("embed", bert_onnx, text, "--out", tmp_path / "none" / "out.jsonl")
-    assert code == 2 and "text 2: word word" in said and not (tmp_path / "none").exists()
+    code, said = run("embed", bert_onnx, text, "--out", tmp_path / "long.jsonl")
+    assert code == 1 and "line 2: the text is longer than the model's context" in said
 
 
 def test_bench_latency_prints_a_table(bert_onnx: Path, bert_dir: Path) -> None:
@@ -226,6 +231,69 @@ def test_embed_writes_the_form_that_is_named(bert_onnx: Path, tmp_path: Path) ->
     (tmp_path / "p.html").write_text("<p>x</p>")
     code, said = run("embed", bert_onnx, tmp_path / "p.html")
     assert code == 2 and "markup" in said
+
+
+def test_embed_keeps_a_row_for_every_line(bert_dir: Path, tmp_path: Path) -> None:
+    """Blank lines, lines without a token and long ones keep their rows in every form, counted, with exit code 1; a line
+    ends with LF, CRLF or CR alone.
+    """
+    import pyarrow.parquet
+
+    model = tmp_path / "bert"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(bert_dir / name)
+    tokenizer = json.loads((bert_dir / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = BERT_NORMALIZER  # which drops U+200B
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    lines = ["A model", "", "  ", "\u200b", "the lazy dog", "word " * 99, "reads\x0ctext"]
+    source = tmp_path / "lines.txt"
+    source.write_bytes("\n".join(lines).replace("\n", "\r", 1).replace("\n", "\r\n", 1).encode())
+    good = [0, 4, 6]
+    for form in ("npy", "parquet", "jsonl"):
+        code, said = run("embed", model, source, "--out", tmp_path / f"v.{form}")
+        assert code == 1 and "4 of 7 lines were refused" in said and "line 2: the text is empty" in said
+        assert said.count("why:") == said.count("fix:") == 1 and "--truncate" in said
+    array = np.load(tmp_path / "v.npy")
+    assert array.shape == (7, 48) and [bool(row.any()) for row in array] == [i in good for i in range(7)]
+    written = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+    table = pyarrow.parquet.read_table(tmp_path / "v.parquet").to_pylist()
+    assert [row["text"] for row in written] == [row["text"] for row in table] == lines
+    assert [row.get("error") for row in written] == [row["error"] for row in table]
+    for place in good:
+        np.testing.assert_allclose(written[place]["embedding"], array[place], atol=1e-6)
+        np.testing.assert_allclose(table[place]["embedding"], array[place], atol=1e-6)
+    done = CliRunner().invoke(main, ["embed", str(model), str(source), "--prompt", "the "])
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.exit_code == 1 and ["embedding" in row for row in rows] == [i in good for i in range(7)]
+    done = CliRunner().invoke(main, ["embed", str(model), str(source), "--json", "-q"])
+    assert done.exit_code == 1 and len(json.loads(done.stdout)["embeddings"]) == 7
+    source.write_text("\n\u200b\n")
+    code, said = run("embed", model, source, "--out", tmp_path / "none.npy")
+    assert code == 1 and "2 of 2 lines were refused" in said and not (tmp_path / "none.npy").exists()
+
+
+def test_embed_keeps_a_row_for_every_record(bert_dir: Path, tmp_path: Path) -> None:
+    """The vectors of a file of records stand at their records' places; the errors are kept beside them."""
+    import pyarrow.parquet
+
+    source = tmp_path / "in.jsonl"
+    rows = [{"text": "word " * 99, "n": 0}, {"text": "A model", "n": 1}, {"text": None, "n": 2}]
+    source.write_text("".join(json.dumps(row) + "\r" for row in rows))
+    code, said = run("embed", bert_dir, source, "--out", tmp_path / "v.npy")
+    assert code == 1 and "2 of 3 lines were refused" in said and said.count("fix:") == 1
+    assert said.index("--truncate") < said.index("--chunk") < said.index("v.npy.jsonl")
+    array = np.load(tmp_path / "v.npy")
+    assert [bool(row.any()) for row in array] == [False, True, False]
+    code, _ = run("embed", bert_dir, source, "--out", tmp_path / "v.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "v.parquet").to_pylist()
+    assert code == 1 and [row["n"] for row in table] == [0, 1, 2] and table[0]["embedding"] is None
+    np.testing.assert_allclose(table[1]["embedding"], array[1], atol=1e-6)
+    for words in (["--chunk", "--out", tmp_path / "c.npy"], ["--chunk"]):
+        file = source if "--out" in words else tmp_path / "lines.txt"
+        (tmp_path / "lines.txt").write_text("a\n")
+        code, said = run("embed", bert_dir, file, *words)
+        assert code == 2 and "several rows" in said
 
 
 def test_a_refused_line_is_no_success(bert_onnx: Path, gpt_onnx: Path, tmp_path: Path) -> None:

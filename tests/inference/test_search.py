@@ -9,17 +9,8 @@ from click.testing import CliRunner
 from sklearn.metrics import ndcg_score
 from throughline.cli.main import main
 from throughline.data.tokenizer import Tokenizer
-from throughline.eval.search import (
-    BOTH,
-    VECTORS,
-    WORDS,
-    Collection,
-    by_words,
-    chosen_weight,
-    fused,
-    metrics,
-    score,
-)
+from throughline.eval.beir import Collection, metrics
+from throughline.eval.search import BOTH, VECTORS, WORDS, by_embeddings, by_words, chosen_weight, fused, score
 from throughline.inference.serving.encoding import Reader
 from throughline.inference.serving.offline import embed_texts
 
@@ -50,6 +41,7 @@ def test_the_rarer_word_decides() -> None:
     pytest.importorskip("bm25s")
     scores = by_words(["the house and the garden", "the moor at night", "the town"])("the moor")
     assert scores.argmax() == 1 and scores.min() > 0  # "the" counts a little
+    assert not by_words(["", "?"])("moor").any() and not by_words(["the moor"])("").any()  # no word at all
 
 
 @pytest.mark.parametrize(
@@ -115,8 +107,8 @@ def test_the_chosen_weight_is_that_of_the_most_ndcg() -> None:
         ("qrels/test.tsv", "0 Q0 1 1\n", "no query is asked"),
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n0\t0\n", "cells: 2; columns: 3"),
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n0\t0\tone\n", "'one' is no whole number"),
-        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n0\t7\t1\n", "no document '7'"),
-        ("corpus.jsonl", '{"id": 0, "text": "a"}\n', "no `_id`"),
+        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n7\t0\t1\n", "none of its 1 queries is in"),
+        ("corpus.jsonl", '{"name": 0, "text": "a"}\n', "no `_id`"),
     ],
 )
 def test_a_broken_folder_is_told_with_its_line(name: str, text: str, told: str, tmp_path: Path) -> None:
@@ -127,6 +119,14 @@ def test_a_broken_folder_is_told_with_its_line(name: str, text: str, told: str, 
     (tmp_path / name).write_text(text)
     done = CliRunner().invoke(main, ["search", str(tmp_path)])
     assert done.exit_code in (1, 2) and told in done.output and Path(name).name in done.output
+
+
+def test_documents_and_queries_without_a_token_are_no_error(bert_dir: Path) -> None:
+    """Collections have empty documents: they have no direction, so their cosine with any query is 0."""
+    search = by_embeddings(bert_dir, ["the cat", "", " \n", "a moon"])
+    scores = search("the cat")
+    assert scores[0] == pytest.approx(1, abs=1e-5) and scores[1] == scores[2] == 0
+    assert not search("").any()
 
 
 def test_chunks_and_prompts_are_embedded(bert_dir: Path, tmp_path: Path) -> None:
