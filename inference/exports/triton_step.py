@@ -35,7 +35,7 @@ class TritonPythonModel:
     def _tensors(self, request: Any) -> list[Any]:
         """The inputs of the model for the texts of a request (batch, 1), each (batch, tokens)."""
         texts = triton.get_input_tensor_by_name(request, "TEXT").as_numpy().reshape(-1)
-        rows = [self._ids(text.decode()) for text in texts]
+        rows = [self._row(place, text, len(texts)) for place, text in enumerate(texts)]
         step, context = self.settings["step"], self.settings["context"]
         longest = -(-max(map(len, rows)) // step) * step
         ids = np.zeros((len(rows), min(longest, context)), np.int64)
@@ -44,6 +44,13 @@ class TritonPythonModel:
             ids[i, : len(row)], mask[i, : len(row)] = row, 1
         made = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
         return [triton.Tensor(name, made[name]) for name in self.settings["outputs"]]
+
+    def _row(self, place: int, text: bytes, count: int) -> list[int]:
+        """The ids of one text of a request. Raises ValueError that names its place among several."""
+        try:
+            return self._ids(text.decode())
+        except ValueError as error:
+            raise ValueError(f"text {place} of {count}: {error}" if count > 1 else str(error)) from error
 
     def _ids(self, text: str) -> list[int]:
         """A text with the special tokens around it. Raises ValueError for one that the model cannot read."""

@@ -2,7 +2,7 @@
 
 Inputs: `input_ids`, `attention_mask` (1 = real token) and, when the model has segments, `token_type_ids`, all
 int64 (batch, sequence). Outputs: `last_hidden_state` (batch, sequence, width), `cls_embedding` (batch, width), its
-first, and `sentence_embedding` (batch, width), pooled as the options say, and by head:
+first, and `sentence_embedding` (batch, width), pooled as the options say (zeros for a row of padding), and by head:
 
     pretraining              `mlm_logits` (batch, asked, vocabulary) at the input `logit_positions`
                              (batch, asked), which may ask for nothing; with a next-sentence head
@@ -61,8 +61,7 @@ def bert_graph(model: BERT | BERTWithHead, options: GraphOptions = PLAIN) -> Gra
     if config.norm_first:
         x = parts.norm(x, "norm")
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
-    graph.result(graph.node("Gather", x, graph.scalar(0), axis=1), "cls_embedding", ["batch", config.width])
-    _embedding(graph, x, mask, config.width, options.pooling or "mean")
+    _embeddings(graph, x, mask, config.width, options.pooling or "mean")
     if not isinstance(model, BERTWithHead):
         _pretraining_heads(parts, config, x, ids)
     elif model.output is not None:
@@ -152,20 +151,26 @@ def _relative_bias(parts: Blocks, model: BERT, steps: str) -> str:
     return graph.node("Unsqueeze", graph.node("Gather", table, index, axis=1), graph.ints(0))
 
 
-def _embedding(graph: Graph, hidden: str, mask: str, width: int, pooling: Pooling) -> None:
-    """One vector for each row: the mean over its real tokens or its first token, of length 1 if asked."""
+def _embeddings(graph: Graph, hidden: str, mask: str, width: int, pooling: Pooling) -> None:
+    """The vectors of each row: its first token's, and the mean over its real tokens or the first one's, of length 1 if
+    asked. A row without a real token (a server's warm-up sends some) has zeros, not 0/0.
+    """
     wide = graph.wide(hidden)
-    if pooling.startswith("cls"):
-        vector = graph.node("Gather", wide, graph.scalar(0), axis=1)
-    else:
-        real = graph.node("Cast", mask, to=FLOAT)
+    real = graph.node("Cast", mask, to=FLOAT)
+    count = graph.node("ReduceSum", real, graph.ints(1), keepdims=1)  # (batch, 1)
+    some = graph.node("Cast", count, to=BOOL)
+    zero = graph.weight("no_embedding", np.array(0, np.float32))
+    first = graph.node("Gather", wide, graph.scalar(0), axis=1)
+    graph.node("Where", some, first, zero, out="cls_embedding")
+    graph.output("cls_embedding", FLOAT, ["batch", width])
+    vector = first
+    if not pooling.startswith("cls"):
         real = graph.node("Unsqueeze", real, graph.ints(-1))  # (batch, sequence, 1)
         total = graph.node("ReduceSum", graph.node("Mul", wide, real), graph.ints(1), keepdims=0)
-        count = graph.node("ReduceSum", real, graph.ints(1), keepdims=0)
         vector = graph.node("Div", total, count)
     if pooling.endswith("normalised"):
         vector = graph.node("LpNormalization", vector, axis=-1, p=2)
-    graph.node("Identity", vector, out="sentence_embedding")
+    graph.node("Where", some, vector, zero, out="sentence_embedding")
     graph.output("sentence_embedding", FLOAT, ["batch", width])
 
 

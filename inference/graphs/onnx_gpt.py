@@ -220,8 +220,12 @@ class _Growing:
         self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
         total, new = graph.length(mask, 1), graph.length(ids, 1)
         if parts.grouped:  # int32: last place of each row, tokens of the longest
-            least = graph.node("Sub", graph.node("ReduceSum", mask, graph.ints(1), keepdims=0), graph.ints(1))
-            self.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", total, to=INT32))
+            real = graph.node("ReduceSum", mask, graph.ints(1), keepdims=0)
+            last = graph.node("Sub", real, graph.ints(1))
+            last = graph.node(
+                "Max", last, graph.ints(0)
+            )  # ONNX Runtime refuses -1, of a row that is all padding
+            self.ends = (graph.node("Cast", last, to=INT32), graph.node("Cast", total, to=INT32))
             return
         past = graph.steps(new), graph.node("Sub", total, new)
         own = graph.node("Add", *past)  # (sequence): place of a token

@@ -278,7 +278,7 @@ def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "
     def pooled(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
         vector = outputs["cls_embedding" if pooling.startswith("cls") else "sentence_embedding"]
         if pooling.endswith("normalised"):
-            vector = vector / np.linalg.norm(vector, axis=-1, keepdims=True)
+            vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
         return outputs | {"sentence_embedding": vector}
 
     return dataclasses.replace(loaded, backend=Adapted(loaded.encoder, pooled))

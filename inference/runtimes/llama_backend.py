@@ -176,6 +176,8 @@ class LlamaEncoder(OneCall):
         floats = ctypes.POINTER(ctypes.c_float)
         for line, (ids, real) in enumerate(zip(ids_BS, mask_BS)):
             places = np.flatnonzero(real)
+            if not len(places):  # a row without a token has zeros
+                continue
             tokens = [(token, at, 0, True) for at, token in enumerate(ids[places].tolist())]
             self._context.run(tokens, "encode")
             pointer = ctypes.cast(self.library.llama_get_embeddings(self._context.pointer), floats)
@@ -184,7 +186,7 @@ class LlamaEncoder(OneCall):
                 self._head.run(tokens, "encode")
                 pointer = ctypes.cast(self.library.llama_get_embeddings_seq(self._head.pointer, 0), floats)
                 logits[line] = np.ctypeslib.as_array(pointer, (self._labels,))
-        mean = hidden.sum(1) / mask_BS.sum(1, keepdims=True)
+        mean = hidden.sum(1) / np.maximum(mask_BS.sum(1, keepdims=True), 1)
         outputs = {"last_hidden_state": hidden, "sentence_embedding": mean}
         return outputs | ({"logits": logits} if self._labels else {})
 

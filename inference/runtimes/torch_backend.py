@@ -181,10 +181,15 @@ class TorchEncoder(OneCall):
         else:
             hidden = self._hidden(ids, types if self._encoder.type_table is not None else None, mask)
         real = mask[..., None].to(hidden.dtype)
-        outputs = {"last_hidden_state": hidden, "sentence_embedding": (hidden * real).sum(1) / real.sum(1)}
-        outputs["cls_embedding"] = hidden[:, 0]
+        some = mask.any(1)[:, None]  # a row without a real token has zeros as its vectors
+        outputs = {
+            "last_hidden_state": hidden,
+            "sentence_embedding": torch.where(some, (hidden * real).sum(1) / real.sum(1), 0),
+            "cls_embedding": torch.where(some, hidden[:, 0], 0),
+        }
         if want is not None and "last_embedding" in want:
-            outputs["last_embedding"] = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
+            last = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
+            outputs["last_embedding"] = torch.where(some, last, 0)
         if want is None or not outputs.keys() >= set(want):
             outputs |= self._heads(hidden, ask)
         return outputs if want is None else {name: outputs[name] for name in want if name in outputs}

@@ -26,6 +26,7 @@ from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused
 from throughline.inference.exports.export import write_graph
 from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.onnx_gpt import gpt_graph
 from throughline.inference.graphs.parity import BOUNDS, compare, require, with_experts
 from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.torch_backend import run_module
@@ -309,3 +310,87 @@ def test_what_a_graph_lacks_is_refused_by_name(config: ModelConfig, said: str, t
     with pytest.raises(Refused, match=said):
         write_graph(build(config).eval(), tmp_path / "model.onnx", {}, GraphOptions())
     assert not list(tmp_path.iterdir())
+
+
+def rows_of(session, ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """A graph's outputs, whatever else it takes."""
+    inputs = {}
+    for each in session.get_inputs():
+        if each.name == "attention_mask":
+            inputs[each.name] = mask
+        elif each.name == "input_ids":
+            inputs[each.name] = ids
+        elif each.name == "position_ids":
+            inputs[each.name] = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
+        elif each.name.startswith("past"):
+            shape = [
+                len(ids) if size == "batch" else 0 if isinstance(size, str) else size for size in each.shape
+            ]
+            inputs[each.name] = np.zeros(shape, np.float16 if "float16" in each.type else np.float32)
+        else:  # segments, positions whose logits are asked for
+            inputs[each.name] = np.zeros_like(ids)
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, inputs)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "mean-normalised", "cls-normalised"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"precision": "fp16"},
+        {"variant": "onnxruntime"},
+        {"variant": "onnxruntime", "precision": "int8"},
+        {"variant": "cuda", "precision": "fp16"},
+        {"variant": "tensorrt"},
+        {"names": "optimum"},
+    ],
+    ids=lambda options: "-".join(options.values()) or "portable",
+)
+def test_a_row_of_padding_has_zeros(pooling: str, options: dict, tmp_path: Path) -> None:
+    """What Triton's warm-up sends: its vectors are zeros, no output is NaN, and the other row is what it is alone."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = opinionated_model(BERT)
+    exported(model, tmp_path, GraphOptions(**options, pooling=pooling))
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    ids = np.random.default_rng(1).integers(5, 97, (2, 8))
+    mask = np.array([[0] * 8, [1] * 8])
+    found = rows_of(session, ids, mask)
+    assert all(np.isfinite(values).all() for values in found.values())
+    assert not found["sentence_embedding"][0].any() and not found["cls_embedding"][0].any()
+    if options.get("precision") != "int8":  # whose scale is that of the whole batch
+        alone = rows_of(session, ids[1:], mask[1:])
+        for name in ("sentence_embedding", "cls_embedding"):
+            np.testing.assert_allclose(found[name][1], alone[name][0], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["portable", "onnxruntime", "cuda"])
+@pytest.mark.parametrize(
+    "switches", [{}, LLAMA | {"kv_heads": 2}, SINKS, BLOOM], ids=["gpt", "llama", "sinks", "alibi"]
+)
+def test_a_row_of_padding_in_a_decoder(switches: dict, variant: str, tmp_path: Path) -> None:
+    """A graph under optimum's names runs with a row that is all padding; the other row is what it is alone."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = opinionated_model(dataclasses.replace(GPT, **switches))
+    gpt_graph(model, GraphOptions(variant, names="optimum")).save(tmp_path / "model.onnx", {})
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    ids = np.random.default_rng(1).integers(5, 97, (2, 8))
+    mask = np.array([[0] * 8, [1] * 8])
+    found, alone = rows_of(session, ids, mask), rows_of(session, ids[1:], mask[1:])
+    assert all(np.isfinite(values).all() for values in found.values())
+    np.testing.assert_allclose(found["logits"][1], alone["logits"][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("switches", [{}, MODERNBERT], ids=["bert", "modernbert"])
+def test_a_row_of_padding_in_torch(switches: dict) -> None:
+    """Zeros as vectors and no NaN, beside a text and alone."""
+    model = opinionated_model(dataclasses.replace(BERT, **switches))
+    backend = run_module(model, None, NOWHERE).encoder
+    ids = np.random.default_rng(1).integers(5, 97, (2, 8))
+    for second in (True, False):
+        mask = np.array([[False] * 8, [second] * 8])
+        asked = ids, np.zeros_like(ids), mask, np.zeros((2, 1), np.int64)
+        found = backend.forward(*asked) | backend.forward(*asked, {"last_embedding"})
+        assert all(np.isfinite(values).all() for values in found.values())
+        for name in ("sentence_embedding", "cls_embedding", "last_embedding"):
+            assert not found[name][0].any() and found[name][1].any() == second
