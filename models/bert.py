@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .attention import Documents, Mask
 from .attention_patterns import apply_pattern, windowed
-from .config import BERTConfig
+from .config import SINGLE_LABEL, BERTConfig, ProblemType
 from .layers import Block, RelativeBias, activation_function, make_norm
 from .rotary import layer_tables
 
@@ -162,10 +162,12 @@ SPAN_LABELS = ("start", "end")
 class Head:
     """A fine-tuned head: its kind, and the name of each of its outputs (for a span `start` and `end`). It reads pooled
     [CLS] -> (B, L), or every token -> (B, S, L); an embedding, as sentence-transformers, BGE and E5 write it, has none.
+    Outputs of pooled [CLS] are logits of one class or of several, or numbers (`problem`).
     """
 
     kind: HeadKind
     labels: tuple[str, ...] = SPAN_LABELS
+    problem: ProblemType = SINGLE_LABEL
 
 
 class BERTWithHead(nn.Module):

@@ -12,6 +12,13 @@ from ..core.errors import WrongUse, did_you_mean
 from ..core.files import shipped_table
 from .transformer import TransformerConfig, listed
 
+# what the outputs of a head for sequence classification are, by the names of transformers
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+SINGLE_LABEL: ProblemType = "single_label_classification"
+MULTI_LABEL: ProblemType = "multi_label_classification"
+REGRESSION: ProblemType = "regression"
+PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+
 
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):

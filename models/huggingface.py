@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.errors import Failed, Refused, WrongUse
 from .bert import BERT, SPAN_LABELS, BERTWithHead, Head, HeadKind
-from .config import BERTConfig, GPTConfig
+from .config import PROBLEM_TYPES, SINGLE_LABEL, BERTConfig, GPTConfig
 from .families import Pair, families, head_pairs, pairs
 from .gpt import GPT
 from .huggingface_config import describe, read_config, unlike_ours
@@ -70,7 +70,7 @@ def _head_fields(head: Head, architecture: str) -> dict[str, Any]:
         fields["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
         fields["label2id"] = {label: i for i, label in enumerate(head.labels)}
     if head.kind == "sequence-classification":
-        fields["problem_type"] = "single_label_classification"
+        fields["problem_type"] = head.problem
     return fields
 
 
@@ -114,14 +114,16 @@ def _read_head(fields: dict[str, Any], name: str, where: str) -> Head | None:
     kinds["ElectraForPreTraining"] = "embedding"  # its head tells replaced words, for pretraining alone
     if (kind := kinds.get(name)) in (None, "embedding", "question-answering"):
         return kind and Head(kind, SPAN_LABELS if kind == "question-answering" else ())
-    if fields.get("problem_type") not in (None, "single_label_classification"):
-        raise unlike_ours(where, f"problem_type = {fields['problem_type']!r}")
+    problem = fields.get("problem_type") or SINGLE_LABEL
+    known = PROBLEM_TYPES if kind == "sequence-classification" else (SINGLE_LABEL,)
+    if problem not in known:
+        raise unlike_ours(where, f"problem_type = {problem!r}")
     given = fields.get("id2label") or {str(i): f"LABEL_{i}" for i in range(fields.get("num_labels") or 2)}
     try:
         labels = tuple(str(given[str(i)]) for i in range(len(given)))
     except (KeyError, TypeError) as error:
         raise Failed("id2label does not number its labels from 0", where=where, why=str(given)) from error
-    return Head(kind, labels)
+    return Head(kind, labels, problem)
 
 
 def read_directory(directory: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:

@@ -23,6 +23,7 @@ from ...core.artifact import Input, create_artifact, read_manifest, verify_artif
 from ...core.backend import Span, log_softmax, on_host
 from ...core.errors import Refused, WrongUse
 from ...core.files import read_json, sha256_file
+from ...models.config import SINGLE_LABEL
 from ..runtimes.backends import Loaded
 from ..runtimes.source import open_model
 from .onnx_writer import INT8_MAX
@@ -144,11 +145,15 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
             ours, theirs = (_lines(logits.reshape(*ids.shape, -1)[:, :-1]) for logits in both)
             yield ours, theirs, ids[:, 1:].reshape(-1)
         else:
-            yield from _masked_tokens(backends, ids, rows.mask_id, start)
+            labels = len(reference.classes)
+            alone = labels > 0 and (labels == 1 or reference.problem != SINGLE_LABEL)
+            yield from _masked_tokens(backends, ids, rows.mask_id, start, alone)
 
 
-def _masked_tokens(backends: Any, ids: np.ndarray, mask_id: int | None, seed: int) -> Iterator[Predictions]:
-    """Of a BERT with a fine-tuned head its labels for the rows as they are."""
+def _masked_tokens(
+    backends: Any, ids: np.ndarray, mask_id: int | None, seed: int, alone: bool = False
+) -> Iterator[Predictions]:
+    """Of a BERT with a fine-tuned head its labels for the rows as they are; `alone`: each is judged for itself."""
     real, types = np.ones(ids.shape, bool), np.zeros_like(ids)
     count = max(1, int(MASKED * ids.shape[1]))
     rng = np.random.default_rng(seed)
@@ -163,11 +168,17 @@ def _masked_tokens(backends: Any, ids: np.ndarray, mask_id: int | None, seed: in
         ours, theirs = (backend.forward(ids, types, real, ask) for backend in backends)
     for name in ("mlm_logits", "logits", "start_logits", "end_logits"):
         if name in ours:
-            yield _lines(ours[name]), _lines(theirs[name]), truth
+            pair = _lines(ours[name]), _lines(theirs[name])
+            yield *(map(_yes_or_no, pair) if alone and name == "logits" else pair), truth
 
 
 def _lines(logits: np.ndarray) -> np.ndarray:
     return logits.reshape(-1, logits.shape[-1])
+
+
+def _yes_or_no(logits_NL: np.ndarray) -> np.ndarray:
+    """Outputs that are judged one by one, each as the logits (0, x) of a choice of two: (N L, 2)."""
+    return np.stack((np.zeros(logits_NL.size, logits_NL.dtype), logits_NL.reshape(-1)), -1)
 
 
 BINS = 2048

@@ -22,7 +22,7 @@ from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
 from ...data.tokenizer import Tokenizer
-from ...models.config import FAMILIES, GPTConfig, ModelConfig
+from ...models.config import FAMILIES, SINGLE_LABEL, GPTConfig, ModelConfig
 from ...models.sentence import embeds, read_sentence
 from .bench import fastest
 from .onnx_causal import OnnxCausal
@@ -110,7 +110,8 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     kept = tokenizer if tokenizer.is_file() else None
     pooling: Any = str(facts.get("pooling", "mean")).partition("-")[0]
     sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
-    return Loaded(config, kept, input_record(path), backend, classes, sentence)
+    problem = described.get("head", {}).get("problem", SINGLE_LABEL)
+    return Loaded(config, kept, input_record(path), backend, classes, sentence, problem)
 
 
 def classes_of(described: dict[str, Any]) -> tuple[str, ...]:

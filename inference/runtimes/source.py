@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
 from ...core.backend import BackendOptions, CausalBackend, EncoderBackend
 from ...core.errors import WrongUse, beside, download_hint
-from ...models.config import ModelConfig, family_of
+from ...models.config import SINGLE_LABEL, ModelConfig, family_of
 from ...models.sentence import MEAN, Sentence
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ class Loaded:
     backend: Any  # a `CausalBackend` or an `EncoderBackend`
     classes: tuple[str, ...] = ()  # of a BERT fine-tuned to classify texts: the names of its `logits`
     sentence: Sentence = MEAN  # how an encoder's outputs become the vector of a text
+    problem: str = SINGLE_LABEL  # what its `logits` are: one class, several, or numbers
 
     @property
     def family(self) -> str:

@@ -14,6 +14,7 @@ from ...core.errors import Refused, WrongUse
 from ...models import attention_cuda
 from ...models.attention import KeyValueCache
 from ...models.bert import BERT, BERTWithHead
+from ...models.config import SINGLE_LABEL
 from ...models.gpt import GPT
 from ...models.layers import Attention
 from .packed import DecodeGraphs, Packed, packed_logits
@@ -29,14 +30,15 @@ def run_module(
     model: Module, tokenizer: Path | None, source: Input, options: BackendOptions = AUTO, reads: bool = False
 ) -> Loaded:
     """The torch module behind the protocol of its family, or of an encoder where a GPT `reads`."""
-    compiled, classes = options.runtime == "torch-compiled", tuple[str, ...]()
+    compiled, classes, problem = options.runtime == "torch-compiled", tuple[str, ...](), SINGLE_LABEL
     if isinstance(model, BERTWithHead) and model.head.kind == "sequence-classification":
-        classes = model.head.labels
+        classes, problem = model.head.labels, model.head.problem
     if isinstance(model, GPT) and compiled:
         fix = "leave --backend out"
         raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
     if reads or not isinstance(model, GPT):
-        return Loaded(model.config, tokenizer, source, TorchEncoder(model, compiled), classes)
+        encoder = TorchEncoder(model, compiled)
+        return Loaded(model.config, tokenizer, source, encoder, classes, problem=problem)
     backend = TorchCausal(model, context_of(model.config, options), options.gpu_memory)
     return Loaded(model.config, tokenizer, source, backend)
 

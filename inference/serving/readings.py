@@ -8,6 +8,7 @@ import numpy as np
 
 from ...core.backend import log_softmax
 from ...core.errors import WrongUse
+from ...models.config import MULTI_LABEL, REGRESSION
 from . import api_types as api
 from .calls import Call
 from .encoding import Encoding, Outputs, check_known, unit
@@ -58,19 +59,28 @@ async def fill_mask(call: Call, body: api.FillMaskBody) -> dict[str, Any]:
 
 
 async def classify(call: Call, body: api.ClassifyBody) -> dict[str, Any]:
-    """The class of each text, with a BERT that has been fine-tuned to classify."""
+    """The class of each text, with a BERT that has been fine-tuned to classify: of several classes also `labels`, those
+    above one half; of a regression the number, as `score`.
+    """
     answers = await _read_all(call, body.input, "class_logits")
-    names = call.model.facts["classes"]
+    names, problem = call.model.facts["classes"], call.model.facts["problem_type"]
     data = []
     for index, answer in enumerate(answers):
-        shares = _shares(answer["class_logits"])
-        label = names[int(shares.argmax())]
-        data.append({"index": index, "label": label, "probs": shares.tolist(), "num_classes": len(names)})
+        values = label_scores(answer["class_logits"], problem)
+        one = {"index": index, "label": names[int(values.argmax())], "probs": values.tolist()}
+        one["num_classes"] = len(names)
+        if problem == MULTI_LABEL:
+            one["labels"] = [name for name, value in zip(names, values) if value > 0.5]
+        if problem == REGRESSION:
+            one["score"] = float(values[0])
+        data.append(one)
     return _list(call, data)
 
 
 async def rerank(call: Call, body: api.RerankBody) -> dict[str, Any]:
-    """Documents by their score beside a query: the sigmoid of a single class, or the share of the last."""
+    """Documents by their score beside a query: of a regression its number, else the sigmoid of a single class, or the
+    probability of the last.
+    """
     scores = await _scored(call, [body.query], body.documents, body.truncate)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     text = [{"document": {"text": one}} if body.return_documents else {} for one in body.documents]
@@ -114,8 +124,8 @@ async def _scored(call: Call, queries: list[Any], documents: list[Any], truncate
         return [reader.frame(one, truncate, want=("class_logits",)) for one in named]
 
     answers = await _read(call, await call.beside(sum(map(len, [*queries, *documents])), frames))
-    logits = [answer["class_logits"].astype(np.float64) for answer in answers]
-    return [float(1 / (1 + np.exp(-one[0])) if len(one) == 1 else _shares(one)[-1]) for one in logits]
+    problem = call.model.facts["problem_type"]
+    return [float(label_scores(answer["class_logits"], problem)[-1]) for answer in answers]
 
 
 async def tokenize(call: Call, body: api.TokenizeBody) -> dict[str, Any]:
@@ -150,8 +160,16 @@ async def _read(call: Call, texts: list[Encoding]) -> list[Outputs]:
     return await call.unless_gone(call.model.read(texts, call.watch))
 
 
-def _shares(logits_C: np.ndarray) -> np.ndarray:
-    return np.exp(log_softmax(logits_C.astype(np.float64)))
+def label_scores(logits_C: np.ndarray, problem: str) -> np.ndarray:
+    """What the outputs of a head for labels mean, float64 (C,): numbers of a regression, or probabilities, of several
+    classes each its own; a single class has that of being it.
+    """
+    logits_C = logits_C.astype(np.float64)
+    if problem == REGRESSION:
+        return logits_C
+    if problem == MULTI_LABEL or len(logits_C) == 1:
+        return np.exp(-np.logaddexp(0, -logits_C))
+    return np.exp(log_softmax(logits_C))
 
 
 def _list(call: Call, data: Sequence[Any]) -> dict[str, Any]:

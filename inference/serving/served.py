@@ -105,7 +105,17 @@ class ServedModel:
     def describe(self) -> dict[str, Any]:
         mask = self.tokenizer.mask_id if self.facts else None
         described = {"id": self.name, "object": "model", "owned_by": "throughline", "created": 0}
-        shown = ("family", "backend", "device", "dtype", "context", "vocab_size", "hash", "classes")
+        shown = (
+            "family",
+            "backend",
+            "device",
+            "dtype",
+            "context",
+            "vocab_size",
+            "hash",
+            "classes",
+            "problem_type",
+        )
         described |= {name: self.facts[name] for name in shown if self.facts.get(name)}
         return described | {
             "max_model_len": self.facts.get("context"),

@@ -197,6 +197,7 @@ class WorkerModel:
             "hash": self.loaded.input.hash,
             "outputs": self._outputs,
             "classes": self.loaded.classes,
+            "problem_type": self.loaded.problem if self.loaded.classes else "",
         }
 
     def take(self, message: Message) -> None:

@@ -92,7 +92,7 @@ def test_a_directory_without_a_head_is_read_as_before(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"problem_type": "regression"}, Refused),
+        ({"problem_type": "ranking"}, Refused),
         ({"id2label": {"1": "a", "2": "b", "3": "c"}}, Failed),
         ({"hidden_act": "mish"}, Refused),
     ],

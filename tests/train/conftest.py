@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from common import index_file
 from throughline.core.artifact import create_artifact
 from throughline.core.recipe import build_recipe
 from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.tokenizer import Tokenizer
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.init import build
 from throughline.train.build import RunPlan, plan_run
+from throughline.train.finetune.run import write_model
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
@@ -111,3 +115,30 @@ def make_plan(make_recipe: Callable[..., Recipe]) -> Callable[..., RunPlan]:
 def one_thread() -> None:
     """Results depend on the thread count; one is also what tests in parallel can have."""
     torch.set_num_threads(1)
+
+
+SPOKEN_WORDS = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
+KNOWN_WORDS = [*SPOKEN_WORDS.split(), "who", "where", "is", "it"]
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Untrained tiny models with a tokenizer of whole words."""
+    vocabulary = {word: place for place, word in enumerate([*SPECIAL_TOKENS, *KNOWN_WORDS])}
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.add_special_tokens(SPECIAL_TOKENS)
+    folder = tmp_path_factory.mktemp("bases")
+    library.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    shape: Any = {"vocab_size": tokenizer.vocab_size, "sequence_length": 32, "layers": 2, "width": 32}
+    shape |= {"heads": 2, "dropout": 0.0}
+    mixture = shape | {"norm": "rmsnorm", "bias": False, "activation": "silu", "gated": True, "tied": False}
+    mixture |= {"positions": "rotary", "mlp_width": 32, "experts": 4}
+    made = {"bert": build(BERTConfig(**shape)), "gpt": build(GPTConfig(**shape))}
+    made["mixtral"] = build(GPTConfig(**mixture))
+    for name, model in made.items():
+        (folder / name).mkdir()
+        write_model(model, tokenizer, (folder / "tokenizer.json").read_bytes(), folder / name)
+    return {name: folder / name for name in made}

@@ -20,7 +20,7 @@ from throughline.data.new_tokenizer import import_tokenizer
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.serving.encoding import Reader
 from throughline.models.bert import BERT, BERTWithHead
-from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.config import BERTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import build
 from throughline.models.sentence import MEAN, Sentence, read_sentence
@@ -35,31 +35,7 @@ from tokenizers import processors
 
 SPOKEN = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
 WORDS = [*SPOKEN.split(), "who", "where", "is", "it"]
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
 DRAW = np.random.default_rng(3)
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Untrained tiny models with a tokenizer of whole words."""
-    library = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]")
-    )
-    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    library.add_special_tokens(SPECIAL)
-    folder = tmp_path_factory.mktemp("bases")
-    library.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer.load(folder / "tokenizer.json")
-    shape: Any = {"vocab_size": tokenizer.vocab_size, "sequence_length": 32, "layers": 2, "width": 32}
-    shape |= {"heads": 2, "dropout": 0.0}
-    mixture = shape | {"norm": "rmsnorm", "bias": False, "activation": "silu", "gated": True, "tied": False}
-    mixture |= {"positions": "rotary", "mlp_width": 32, "experts": 4}
-    made = {"bert": build(BERTConfig(**shape)), "gpt": build(GPTConfig(**shape))}
-    made["mixtral"] = build(GPTConfig(**mixture))
-    for name, model in made.items():
-        (folder / name).mkdir()
-        write_model(model, tokenizer, (folder / "tokenizer.json").read_bytes(), folder / name)
-    return {name: folder / name for name in made}
 
 
 def phrase(*extra: str) -> str:
@@ -155,7 +131,7 @@ def test_learns_what_can_be_learnt(task: str, precision: str, bases: dict[str, P
     assert type(model) is {"retrieval": BERT, "instruction": GPT}.get(task, BERTWithHead)
     assert not isinstance(model, BERTWithHead) or model.head.kind in (task, f"sequence-{task}")
     again, (learnt, measured) = TASKS[task](recipe, Tokenizer.load(tokenizer)), _split(recipe)
-    again.prepare([*learnt, *measured])
+    again.prepare(learnt, measured)
     with torch.no_grad():
         assert again.measure(model.eval(), measured, torch.device("cpu")) == facts["validation"]
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16

@@ -1,9 +1,12 @@
 """Scores of fine-tuned heads are those of scikit-learn, seqeval and SQuAD's official script."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from throughline.train.finetune import records as scores
 from throughline.train.finetune.records import read_records
 from throughline.train.finetune.tasks import best_span
@@ -12,6 +15,7 @@ DRAW = np.random.default_rng(3)
 
 
 def test_classification_scores_are_scikit_learns() -> None:
+    """The mean F1 is over the classes that occur on either side, not over all of a head."""
     sklearn = pytest.importorskip("sklearn.metrics")
     for labels, average in ((2, "binary"), (5, "macro")):
         right, said = (DRAW.integers(0, labels, 200).tolist() for _ in range(2))
@@ -21,14 +25,117 @@ def test_classification_scores_are_scikit_learns() -> None:
         assert ours["matthews"] == pytest.approx(sklearn.matthews_corrcoef(right, said))
 
 
-def test_entity_scores_are_seqevals() -> None:
-    seqeval = pytest.importorskip("seqeval.metrics")
-    tags = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
-    right, said = ([DRAW.choice(tags, size).tolist() for size in range(1, 60)] for _ in range(2))
-    ours = scores.tagging(said, right)
+@pytest.mark.filterwarnings("ignore")
+def test_the_mean_f1_is_over_the_classes_that_occur() -> None:
+    """A head of six classes of which some are neither said nor right, and one is right that it does not have."""
+    sklearn = pytest.importorskip("sklearn.metrics")
+    for right, said in (([0, 0, 1, 4], [0, 1, 1, 0]), ([0, 0, 0], [0, 0, 0]), ([6, 1, 1], [1, 1, 0])):
+        ours = scores.classification(said, right, 6)["f1"]
+        assert ours == pytest.approx(sklearn.f1_score(right, said, average="macro"))
+    assert scores.classification([0, 1, 1], [0, 1, 2], 2)["f1"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scores_of_several_classes_are_scikit_learns() -> None:
+    """Of random decisions, of some without a class on either side, and of none at all."""
+    sklearn = pytest.importorskip("sklearn.metrics")
+    right, said = (DRAW.random((50, 4)) < np.array([0.5, 0.2, 0.0, 0.9]) for _ in range(2))
+    for wanted, chosen in ((right, said), (right[:1] & False, said[:1] & False), (right, right)):
+        ours = scores.several_classes(chosen, wanted)
+        for average in ("micro", "macro"):
+            theirs = sklearn.f1_score(wanted, chosen, average=average, zero_division=0)
+            assert ours[f"{average}_f1"] == pytest.approx(theirs), average
+        assert ours["accuracy"] == pytest.approx(sklearn.accuracy_score(wanted, chosen))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(values=st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=3, max_size=30))
+def test_correlations_are_scipys(values: list[tuple[int, int]]) -> None:
+    """With many equal values, whose ranks are shared; 0 where one side is constant, which has no correlation."""
+    stats = pytest.importorskip("scipy.stats")
+    ours, theirs = (list(side) for side in zip(*values))
+    found = scores.regression(ours, theirs)
+    assert found["mean_squared_error"] == pytest.approx(np.mean(np.subtract(ours, theirs) ** 2))
+    if len(set(ours)) == 1 or len(set(theirs)) == 1:
+        assert found["pearson"] == found["spearman"] == 0
+        return
+    assert found["pearson"] == pytest.approx(stats.pearsonr(ours, theirs)[0], abs=1e-12)
+    assert found["spearman"] == pytest.approx(stats.spearmanr(ours, theirs)[0], abs=1e-12)
+
+
+def tag_sequences(letters: str, form: str = "{letter}-{kind}") -> st.SearchStrategy[Any]:
+    """Pairs of sequences of tags of the same length, sentence by sentence."""
+    kinds = ("PER", "GEO-POL")
+    tags = ["O", *(form.format(letter=letter, kind=kind) for letter in letters for kind in kinds)]
+    pair = st.tuples(st.sampled_from(tags), st.sampled_from(tags))
+    return st.lists(st.lists(pair, min_size=1, max_size=12), min_size=1, max_size=4)
+
+
+def check_against_seqeval(
+    sentences: list[list[tuple[str, str]]], ours_as: Any, is_suffix: bool = False, **theirs: Any
+) -> None:
+    """Precision, recall, F1 and accuracy of said and right tags; `theirs`: how seqeval is asked."""
+    metrics = pytest.importorskip("seqeval.metrics")
+    said, right = ([[pair[side] for pair in sentence] for sentence in sentences] for side in (0, 1))
+    ours = scores.tagging(said, right, ours_as, is_suffix)
     for name, function in (("precision", "precision_score"), ("recall", "recall_score"), ("f1", "f1_score")):
-        assert ours[name] == pytest.approx(getattr(seqeval, function)(right, said)), name
-    assert ours["accuracy"] == pytest.approx(seqeval.accuracy_score(right, said))
+        assert ours[name] == pytest.approx(getattr(metrics, function)(right, said, **theirs)), name
+    assert ours["accuracy"] == pytest.approx(metrics.accuracy_score(right, said))
+
+
+USUAL = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+@USUAL
+@given(sentences=tag_sequences("BIES"))
+@pytest.mark.filterwarnings("ignore")
+def test_entity_scores_are_seqevals(sentences: list[list[tuple[str, str]]]) -> None:
+    """Of its default mode, over any order of tags: IOB1, IOB2, IOE and IOBES are among them."""
+    check_against_seqeval(sentences, "IOBES")
+
+
+@USUAL
+@given(sentences=tag_sequences("BILU"))
+@pytest.mark.filterwarnings("ignore")
+def test_entity_scores_of_bilou_are_seqevals(sentences: list[list[tuple[str, str]]]) -> None:
+    """Of its strict mode: its default one knows no L and U."""
+    scheme = pytest.importorskip("seqeval.scheme").BILOU
+    check_against_seqeval(sentences, "BILOU", mode="strict", scheme=scheme)
+
+
+@USUAL
+@given(sentences=tag_sequences("BIES", "{kind}-{letter}"))
+@pytest.mark.filterwarnings("ignore")
+def test_entity_scores_of_suffixes_are_seqevals(sentences: list[list[tuple[str, str]]]) -> None:
+    check_against_seqeval(sentences, "IOBES", is_suffix=True, suffix=True)
+
+
+@USUAL
+@given(sentences=tag_sequences("P", "{letter}{kind}"))
+@pytest.mark.filterwarnings("ignore")
+def test_entity_scores_of_plain_types_are_seqevals(sentences: list[list[tuple[str, str]]]) -> None:
+    """Types that seqeval does not take for a letter and a type; each run of one is an entity."""
+    metrics = pytest.importorskip("seqeval.metrics")
+    check_against_seqeval(sentences, "plain")
+    prefixed = [[[tag if tag == "O" else f"I-{tag}" for tag in pair] for pair in one] for one in sentences]
+    said, right = ([[pair[side] for pair in sentence] for sentence in prefixed] for side in (0, 1))
+    plain = ([[pair[side] for pair in sentence] for sentence in sentences] for side in (0, 1))
+    assert scores.tagging(*plain, "plain")["f1"] == pytest.approx(metrics.f1_score(right, said))
+
+
+@pytest.mark.parametrize(
+    ("right", "said", "f1"),
+    [
+        (["PER", "O", "LOC"], ["LOC", "O", "PER"], 0.0),
+        (["PER", "PER", "O"], ["PER", "O", "O"], 0.0),
+        (["ORG", "ORG", "O", "EVENT"], ["ORG", "ORG", "O", "EVENT"], 1.0),
+        (["PER", "LOC"], ["PER", "PER"], 0.0),
+        (["DATE", "O"], ["RATE", "O"], 0.0),
+    ],
+)
+def test_plain_types_are_told_apart(right: list[str], said: list[str], f1: float) -> None:
+    """Whatever letter they begin with, of which seqeval reads O, B, I, E and S as that of a scheme."""
+    assert scores.tagging([said], [right], "plain")["f1"] == f1
 
 
 def test_answers_are_scored_as_the_official_script_does() -> None:
@@ -36,6 +143,16 @@ def test_answers_are_scored_as_the_official_script_does() -> None:
     with their counts; the best answer counts.
     """
     assert scores.squad(["The  Panthers!"], [["panthers"]]) == {"exact_match": 100.0, "f1": 100.0}
+    # SQuAD 2: no text is the right answer to a question without one, and the only one; "the" is no answer
+    none = scores.squad(["", "Rome", "", ""], [[], [], ["Rome"], ["the"]])
+    assert none == {
+        "exact_match": 50.0,
+        "f1": 50.0,
+        "answered_exact_match": 0.0,
+        "answered_f1": 0.0,
+        "unanswerable_exact_match": pytest.approx(200 / 3),
+        "unanswerable_f1": pytest.approx(200 / 3),
+    }
     found = scores.squad(["in New York City", ""], [["New York", "York"], ["Rome"]])
     assert found["exact_match"] == 0.0
     assert found["f1"] == pytest.approx(100 * (2 * 2 / (4 + 2)) / 2)

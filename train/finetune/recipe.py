@@ -16,9 +16,9 @@ class RecordsSection(Section):
     """What is learnt from."""
 
     train: str = ""
-    """Records: a .jsonl, .tsv, .csv or .parquet file; for question-answering a .json file in SQuAD's format."""
+    """Records: a .jsonl, .tsv, .csv or .parquet file; for question-answering in SQuAD's format or the hub's rows."""
     validation: str = ""
-    """Records to measure on; "" holds out a part of `train` by the hash of each record (of each paragraph)."""
+    """Records to measure on; "" holds out a part of `train` by the hash of each text (paragraph, query)."""
     validation_fraction: Fraction = 0.2
     """Share of the records held out when `validation` is not given."""
     text_field: str = "text"
@@ -27,6 +27,8 @@ class RecordsSection(Section):
     """Field of a second text: of a sentence pair, or the passage that answers a query in retrieval."""
     label_field: str = "label"
     """Field of the label; a list, one for each word, for token-classification; the response for instruction."""
+    class_names: list[str] = []
+    """Names of labels that are numbers, from that of 0 on (default: those stored in a parquet file of the hub)."""
 
 
 class StartSection(Section):
@@ -92,12 +94,16 @@ class FinetuneRecipe(Section):
     optimizer: AdamWSection = AdamWSection()
     schedule: WarmupSection = WarmupSection()
     parallel: ParallelSection = ParallelSection()
+    problem_type: Literal[
+        "auto", "single_label_classification", "multi_label_classification", "regression"
+    ] = "auto"
+    """classification: what a label is, by transformers' names; auto: lists are several classes, fractions numbers."""
     window_stride: int = Field(default=64, gt=0)
     """question-answering: tokens that consecutive windows of a context share."""
     max_answer_tokens: int = Field(default=30, gt=0)
     """question-answering: longest answer."""
     temperature: float = Field(default=0.05, gt=0)
-    """retrieval: divides the cosines before the softmax over the batch."""
+    """retrieval: divides the cosines before the softmax over the different passages of the batch."""
 
 
 def inputs_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...core.artifact import check_free, create_artifact, input_record
-from ...core.console import cell, say
+from ...core.console import cell, say, warn
 from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
 from ...data.model_settings import write_beside
@@ -30,7 +30,7 @@ from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
 from ..recipes.rules import wrong_processes
 from .recipe import FinetuneRecipe, training_recipe
-from .records import Record, Row, fields_of, held_out, read_records
+from .records import Record, Row, class_names, fields_of, held_out, read_records
 from .tasks import TASKS, Task
 
 LEARNING_CHECK = "a part of the same records, held out by hash: a learning check, no benchmark score"
@@ -131,9 +131,13 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
         raise WrongUse("this model has no tokenizer.json", where=recipe.model.init_from, fix=fix)
     tokenizer = Tokenizer.load(tokenizer_file)
     task, base = _task(recipe, in_use(opened), tokenizer), weights_in.plain(opened)
-    learnt, measured = _split(recipe)
-    task.prepare([*learnt, *measured])
+    task.class_names = class_names(recipe.data.train, recipe.data.label_field)
+    training, measured = _split(recipe)
+    learnt = task.prepare(training, measured)
     rows, each = task.rows(learnt), task.rows_per_record
+    task.inspect(rows)
+    if running_processes()[0] == 0:
+        _say_notes(task, len(rows))
     content, beside = tokenizer_file.read_bytes(), tokenizer_file.parent
     groups = [rows[start : start + each] for start in range(0, len(rows), each)]
     run, config = training_recipe(recipe, len(groups)), base.config
@@ -154,6 +158,17 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     )
 
 
+def _say_notes(task: Task, rows: int) -> None:
+    """What the user should know of the records before a run."""
+    for is_warning, text in task.notes:
+        (warn if is_warning else say)(text)
+    if task.cut_rows:
+        kept = "the end of a prompt is kept" if task.family == "gpt" else "the beginning is kept"
+        what = "prompts with their responses" if task.family == "gpt" else "texts"
+        text = f"{task.cut_rows:,} of {rows:,} {what} are longer than a row of {task.length} tokens: {kept}"
+        warn(f"{text}; longer rows: --set train.sequence_length=N")
+
+
 def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task:
     task = TASKS[recipe.task](recipe, tokenizer)
     if recipe.task == "retrieval":
@@ -163,13 +178,24 @@ def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task
     config: Any = base.config
     if (task.family == "gpt") != isinstance(base, GPT):
         raise WrongUse(f"{recipe.task} needs a {task.family.upper()}", where=recipe.model.init_from)
-    if recipe.train.sequence_length > config.sequence_length:
-        why = f"{recipe.train.sequence_length} is more than the model's {config.sequence_length} positions"
-        raise WrongUse("the rows are too long for the model", where="train.sequence_length", why=why)
+    if recipe.train.sequence_length > (longest := config.sequence_length):
+        why = f"{recipe.train.sequence_length} is more than the model's {longest} positions"
+        fix = f"--set train.sequence_length={longest}"
+        if recipe.task == "question-answering" and recipe.window_stride >= longest // 2:
+            fix += f" --set window_stride={max(longest // 4, 1)}"
+        raise WrongUse("the rows are too long for the model", where="train.sequence_length", why=why, fix=fix)
     if task.family == "bert" and (tokenizer.cls_id is None or tokenizer.sep_id is None):
         raise WrongUse("the tokenizer has no [CLS] and [SEP]", where=recipe.model.init_from)
     huggingface_config.describe(weights_in.plain(base).config)  # Refused for a shape that could not be saved
     return task
+
+
+ROLES = {  # fields that every record of a task has
+    "classification": ("text_field", "label_field"),
+    "token-classification": ("text_field", "label_field"),
+    "retrieval": ("text_field", "pair_field"),
+    "instruction": ("text_field", "label_field"),
+}
 
 
 def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
@@ -178,9 +204,12 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
     if data.validation:
         learnt, measured = records, read_records(data.validation, squad)
     else:
-        # a paragraph's questions stay together; elsewhere equal texts do, whatever their labels
-        fields = ["context"] if squad else [data.text_field, data.pair_field]
-        list(fields_of(records, fields[0]))  # which every record must have
+        # a paragraph's questions and a query's passages stay together; elsewhere equal texts do, whatever their labels
+        fields = [data.text_field] if recipe.task == "retrieval" else [data.text_field, data.pair_field]
+        if squad:
+            fields = ["context"]
+        else:
+            list(fields_of(records, data, *ROLES[recipe.task]))  # which every record must have
         learnt, measured = [], []
         for record in records:
             (measured if held_out(record, fields, data.validation_fraction) else learnt).append(record)
