@@ -148,6 +148,12 @@ def tokenizer(inputs: tuple[str, ...], kind: Any, cased: bool | None, out: str, 
     "End documents with the end-of-text token (default: if there is one).",
     None,
 )
+@option(
+    "--add-special-tokens/--no-add-special-tokens add_special_tokens",
+    None,
+    "Give documents the BOS and EOS that the tokenizer of a decoder adds to a text.",
+    True,
+)
 @flag("--sentences", "Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.")
 @option("--workers", click.IntRange(1), "Number of worker processes (default: one per core).")
 @option("--backend", click.Choice(BACKENDS), "Library that encodes; all give the same tokens.", "auto")

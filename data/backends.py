@@ -26,7 +26,10 @@ UNSEEN, SAME, OTHER = range(3)  # what is known of a character
 
 
 def _plain(config: dict[str, Any]) -> str:
-    """A tokenizer.json without its added tokens: an encoder then has no special text to recognise."""
+    """A tokenizer.json without its added tokens: an encoder then has no special text to recognise.
+
+    Raises ValueError for added tokens that are words of documents.
+    """
     if any(not token["special"] for token in config.get("added_tokens") or []):
         raise ValueError("the tokenizer has added tokens that are not special")
     return json.dumps(config | {"added_tokens": [], "post_processor": None})
@@ -163,7 +166,11 @@ class Characters:
     name = "char-numpy"
 
     def __init__(self, tokenizer: Tokenizer):
-        vocab = {token: i for token, i in tokenizer.config["model"]["vocab"].items() if len(token) == 1}
+        config = tokenizer.config
+        _plain(config)
+        if config.get("normalizer") is not None:
+            raise ValueError("the tokenizer normalises text")
+        vocab = {token: i for token, i in config["model"]["vocab"].items() if len(token) == 1}
         self._table = np.full(0x110000, -1 if tokenizer.unk_id is None else tokenizer.unk_id, np.int32)
         self._table[[ord(character) for character in vocab]] = list(vocab.values())
 

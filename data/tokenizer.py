@@ -51,6 +51,7 @@ class Tokenizer:
             fix = "give a tokenizer.json in the Hugging Face format"
             raise Refused("not a tokenizer", where=where, why=str(error), fix=fix) from error
         self._library.encode_special_tokens = True  # literal special text stays text
+        self.where = where
         self._text = text.encode()  # half of the str, which has two bytes a character for GPT-2's
         vocab = self.vocab
         if not vocab:
@@ -63,7 +64,7 @@ class Tokenizer:
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
         self.eos_id, self.bos_id, self.pad_id, self.unk_id, *others = map(self.special.get, ROLES)
         self.cls_id, self.sep_id, self.mask_id = others
-        added = self._library.get_added_tokens_decoder()
+        added = self.added_tokens
         roles = [token for i in set(self.special.values()) if (token := added.get(i)) and not token.special]
         # whatever the file calls them: their text stays text
         self._role_tokens = sorted(token.content for token in roles)
@@ -125,6 +126,11 @@ class Tokenizer:
         """Every token's id, added tokens included."""
         return self._library.get_vocab(with_added_tokens=True)
 
+    @property
+    def added_tokens(self) -> dict[int, Any]:
+        """The library's `AddedToken` of every id that stands outside of the model's own vocabulary."""
+        return self._library.get_added_tokens_decoder()
+
     @cached_property
     def _steps(self) -> dict[str, Any]:
         """What the file says besides the vocabulary."""
@@ -173,9 +179,12 @@ class Tokenizer:
             return False
         if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
             return False
-        added = [token["content"] for token in self._steps.get("added_tokens") or []]
-        if any(" " in text or "\n" in text for text in added):
+        if any(step["type"] == "Metaspace" and step.get("prepend_scheme") == "first" for step in steps):
             return False
+        for token in self._steps.get("added_tokens") or []:
+            takes_blanks = token.get("lstrip") or token.get("rstrip") or re.search(r"\s", token["content"])
+            if takes_blanks and not token.get("special"):  # `encode` finds no special tokens
+                return False
         return self.type == "char" or any(
             step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
             or (step["type"] == "ByteLevel" and step.get("use_regex", True))

@@ -61,13 +61,15 @@ class Validation:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token of the split; end-of-text tokens are tokens without bytes."""
+        """UTF-8 bytes of text per token of the split; the tokens that begin and end documents have no bytes."""
         tokens = size = 0
         tokenizer = self.plan.corpus.tokenizer
         assert tokenizer is not None
         for store in self.plan.corpus.validation:
             ids = store.read(0, min(store.tokens, DECODED_TOKENS))
-            words = ids if tokenizer.eos_id is None else ids[ids != tokenizer.eos_id]
+            before, behind = tokenizer.document_framing
+            bounds = [*before, *behind, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
+            words = ids[~np.isin(ids, bounds)]
             tokens, size = tokens + len(ids), size + len(tokenizer.decode(words).encode())
         return size / tokens
 

@@ -41,7 +41,10 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """All that decides the tokens, and the shard size. `tokenizer`: a fingerprint, `special`: its roles' ids."""
+    """All that decides the tokens, and the shard size.
+
+    `tokenizer` is a fingerprint, `special` has its roles' ids, `before` and `behind` the ids around every document.
+    """
 
     sources: tuple[Source, ...]
     options: ReadOptions
@@ -50,6 +53,8 @@ class TaskPlan:
     sentences: bool
     shard_bytes: int
     special: dict[str, int] = field(default_factory=dict)
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -132,7 +137,16 @@ def write_plan(work: Path, plan: TaskPlan) -> None:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two plans, in words."""
     found = []
-    for key in ("tokenizer", "special", "append_eos", "sentences", "shard_bytes", "options"):
+    for key in (
+        "tokenizer",
+        "special",
+        "append_eos",
+        "before",
+        "behind",
+        "sentences",
+        "shard_bytes",
+        "options",
+    ):
         if old.get(key) != new[key]:
             what = "the tokenizer has changed"
             found.append(what if key == "tokenizer" else f"{key} was {old.get(key)}, is {new[key]}")
@@ -152,6 +166,7 @@ def read_plan(work: Path) -> TaskPlan:
     raw = read_json(work / PLAN)
     raw["sources"] = tuple(Source(**source) for source in raw["sources"])
     raw["options"] = ReadOptions(**raw["options"])
+    raw["before"], raw["behind"] = tuple(raw["before"]), tuple(raw["behind"])
     return TaskPlan(**raw)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -41,9 +41,17 @@ def read_record(work: Path, index: int) -> dict[str, Any] | None:
 class Encoder:
     """Batches of text to tokens, sequences and documents, by the plan's policy."""
 
-    def __init__(self, tokenizer: Tokenizer, backend: Backend, append_eos: bool, sentences: bool):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        before: Sequence[int] = (),
+        behind: Sequence[int] = (),
+        sentences: bool = False,
+    ):
+        """`before` and `behind` are the ids that begin and end every document."""
         self._backend, self._sentences = Watched(backend, tokenizer), sentences
-        self._eos = tokenizer.eos_id if append_eos else None
+        self._before, self._behind = np.array(before, np.int32), np.array(behind, np.int32)
         self._open = 0  # tokens of a document whose end is still to come
         self._tail, self._pieces = "", 0  # with sentences: its last one so far, those written
 
@@ -53,13 +61,18 @@ class Encoder:
 
     def _by_document(self, batch: DocumentBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids, lengths = self._backend.encode_batch(batch.texts)
+        ends = np.cumsum(lengths)
         totals = lengths.copy()
         totals[0] += self._open
         ended = len(totals) - batch.continues
         kept = totals[:ended] > 0
-        if self._eos is not None:
-            ids = np.insert(ids, np.cumsum(lengths)[:ended][kept], self._eos)
-            totals[:ended] += kept
+        begun = lengths > 0
+        begun[0] &= self._open == 0
+        starts = (ends - lengths)[begun]
+        # where a document ends and the next one begins, what ends the first stands before what begins the second
+        ids = _inserted(ids, (ends[:ended][kept], self._behind), (starts, self._before))
+        totals[:ended] += kept * len(self._behind)
+        totals += begun * len(self._before)
         self._open = int(totals[-1]) if batch.continues else 0
         done = totals[:ended][kept]
         return ids, done, np.ones(len(done), np.int64)
@@ -81,6 +94,15 @@ class Encoder:
         self._pieces = int(written[-1]) if batch.continues else 0
         documents = written[: len(counts) - batch.continues]
         return ids, lengths[lengths > 0], documents[documents > 0]
+
+
+def _inserted(ids: np.ndarray, *parts: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """The ids with others put in: of each part (places, ids) all its ids before each of its places."""
+    places = [np.repeat(where, len(new)) for where, new in parts]
+    added = [np.tile(new, len(where)) for where, new in parts]
+    if not sum(map(len, added)):
+        return ids
+    return np.insert(ids, np.concatenate(places), np.concatenate(added))
 
 
 class ShardWriter:
@@ -177,7 +199,7 @@ def run_task(
     with full_disk(work):
         writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
         try:
-            encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
+            encode = Encoder(tokenizer, backend, plan.before, plan.behind, plan.sentences)
             reader = Reader(plan.options, counts, tell)
             read = (read_unchanged(reader, plan.sources[at.source], at.start, at.stop) for at in task.spans)
             for batch in chain.from_iterable(read):

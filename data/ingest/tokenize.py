@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ...core import artifact
 from ...core.artifact import Draft, Input, Manifest, check_free, input_record, read_manifest, seal
-from ...core.console import amount, progress, say, warn
+from ...core.console import amount, progress, say, warn, warn_once
 from ...core.errors import Failed, Stopped, ThroughlineError, WrongUse
 from ...core.files import full_disk, sha256_json, swap_in, write_atomic
 from ...core.signals import raising
 from ..backends import Backend, open_backend
+from ..roles import no_end
 from ..shard import token_dtype
 from ..store import partial
 from ..tokenizer import FILE, Tokenizer, tokenizer_records
@@ -53,6 +54,7 @@ def tokenize(
     *,
     options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
     append_eos: bool | None = None,
+    add_special_tokens: bool = True,
     sentences: bool = False,
     shard_bytes: int | None = None,
     max_replaced: float = MAX_REPLACED,
@@ -68,7 +70,7 @@ def tokenize(
         what = "no element of a job array knows whether another has begun anew"
         raise WrongUse(what, where="--overwrite", fix="remove the old store, or choose another --out")
     tokenizer = Tokenizer.load(tokenizer_path)
-    plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
+    plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes, add_special_tokens)
     if plan.bytes > MOST_SHARDS * plan.shard_bytes:
         why = f"{plan.bytes:,} bytes of input in shards of {plan.shard_bytes:,}"
         fix = f"give at least {-(-plan.bytes // MOST_SHARDS):,}"
@@ -116,16 +118,25 @@ def make_plan(
     append_eos: bool | None,
     sentences: bool,
     shard_bytes: int | None,
+    add_special_tokens: bool = True,
 ) -> TaskPlan:
     """The plan for the inputs as they are now. Raises WrongUse for inputs or settings that cannot be."""
     if append_eos and sentences:
         why = "a sentence store keeps sentences as they are"
         raise WrongUse("--eos and --sentences exclude each other", why=why, fix="give one of them")
     if append_eos and tokenizer.eos_id is None:
-        fix = "leave --eos out or use another tokenizer"
+        fix = "leave --eos out, name the token as eos_token in a tokenizer_config.json, or use another tokenizer"
         raise WrongUse("the tokenizer has no end-of-text token", where="--eos", fix=fix)
+    before, behind = tokenizer.document_framing if add_special_tokens and not sentences else ([], [])
+    ends = behind[-1:] == [tokenizer.eos_id]
+    if append_eos is False and ends:
+        behind = behind[:-1]
     if append_eos is None:
         append_eos = tokenizer.eos_id is not None and not sentences
+        if tokenizer.eos_id is None and tokenizer.mask_id is None and not sentences:
+            warn_once(f"documents are not separated: {no_end(tokenizer)}")
+    if append_eos and not ends:
+        behind = [*behind, cast(int, tokenizer.eos_id)]
     if not tokenizer.splits_at_space:
         options = replace(options, piece_bytes=None)
     sources = expand_inputs(inputs)
@@ -135,7 +146,7 @@ def make_plan(
             sources[place] = replace(source, path=path, parts=hub_parts(path, options.split))
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))
     made = tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special
-    return TaskPlan(tuple(sources), options, *made)
+    return TaskPlan(tuple(sources), options, *made, before=tuple(before), behind=tuple(behind))
 
 
 def _run(folder: Path, plan: TaskPlan, tasks: list[Task], tokenizer: Tokenizer, work: Work) -> None:
@@ -271,6 +282,8 @@ def facts_of(plan: TaskPlan, records: list[dict[str, Any]], tokenizer: Tokenizer
         "tokenizer_type": tokenizer.type,
         "special": tokenizer.special,
         "append_eos": plan.append_eos,
+        "documents_begin": list(plan.before),
+        "documents_end": list(plan.behind),
         "sentences": plan.sentences,
         "documents_are": plan.options.documents,
         "shards": [

@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from throughline.data.backends import NASTY, Gigatoken, Tokie
+from throughline.data.backends import NASTY, Characters, Gigatoken, Tokie, open_backend
 from throughline.data.tokenizer import Tokenizer
+from tokenizer_fixtures import TOKENIZERS
 from tokenizers import models, normalizers, pre_tokenizers
 
 MORE = (
@@ -190,3 +191,28 @@ def test_tokenizers_of_another_kind_are_refused(wordpiece, bpe):
         changed = Tokenizer(json.dumps(tokenizer.config | change), {})
         with pytest.raises(ValueError):
             (Tokie if tokenizer is wordpiece else Gigatoken)(changed)
+
+
+def test_a_table_of_characters_is_refused_where_it_would_differ() -> None:
+    """It knows neither normalisers nor added tokens that are words of documents."""
+    tokenizer = Tokenizer(TOKENIZERS["characters"]().to_str())
+    tool = tokenizer.config["added_tokens"][0] | {"special": False, "content": "<tool>", "id": 400}
+    lowercase = {"normalizer": {"type": "Lowercase"}}
+    for change in ({"added_tokens": [*tokenizer.config["added_tokens"], tool]}, lowercase):
+        with pytest.raises(ValueError):
+            Characters(Tokenizer(json.dumps(tokenizer.config | change)))
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_backends_equal_the_reference_on_every_type(kind: str) -> None:
+    """With dropout in the file and special tokens that take blanks; words that are not special go to the reference."""
+    config = json.loads(TOKENIZERS[kind]().to_str())
+    if config["model"]["type"] == "BPE":
+        config["model"]["dropout"] = 0.5
+    special = [token for token in config["added_tokens"] if token["special"]]
+    texts = [*NASTY, *(f"the {token['content']} \n and" for token in config["added_tokens"])]
+    for added in (config["added_tokens"], [token | {"lstrip": True, "rstrip": True} for token in special]):
+        tokenizer = Tokenizer(json.dumps(config | {"added_tokens": added}))
+        ids, lengths = open_backend(tokenizer).encode_batch(texts)
+        expected, expected_lengths = tokenizer.encode_batch(texts)
+        assert np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths)

@@ -147,7 +147,7 @@ def test_a_store_is_replaced_on_a_disk_without_links(
 def test_a_sentence_without_end_takes_no_more_memory_than_a_piece(place: Path) -> None:
     """It is ended where a piece ends; no word of it is lost."""
     tokenizer = Tokenizer.load(place / "wp")
-    encode = Encoder(tokenizer, tokenizer, append_eos=False, sentences=True)
+    encode = Encoder(tokenizer, tokenizer, sentences=True)
     piece, found = " word" * (PIECE_BYTES // 10), []
     for number in range(7):
         ids, lengths, documents = encode(DocumentBatch([piece], continues=number < 6))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from throughline.data.ingest.text import split_sentences
 from throughline.data.ingest.tokenize import Work, tokenize
 from throughline.data.store import TokenStore
 from throughline.data.tokenizer import Tokenizer
+from tokenizer_fixtures import characters, unigram, wordpiece
 
 
 def test_tokens_are_those_of_a_plain_loop(stage: Any, plain: Path) -> None:
@@ -143,7 +145,7 @@ def test_empty_documents_and_open_documents(stage: Any) -> None:
     """Documents without tokens get no EOS; a document that goes on over batches is one document."""
     tokenizer = Tokenizer.load(stage.place / "wp")
     tokenizer.eos_id = 3
-    encode = Encoder(tokenizer, tokenizer, append_eos=True, sentences=False)
+    encode = Encoder(tokenizer, tokenizer, behind=[tokenizer.eos_id])
     ids, lengths, documents = encode(DocumentBatch(["\u200b", "a"], continues=True))
     assert len(lengths) == 0 and len(documents) == 0 and 3 not in ids
     ids, lengths, documents = encode(DocumentBatch(["", "\u200b", "a"]))
@@ -152,6 +154,72 @@ def test_empty_documents_and_open_documents(stage: Any) -> None:
         and lengths.tolist() == [2, 2]
         and documents.tolist() == [1, 1]
     )
+
+
+def test_documents_begin_and_end_over_batches() -> None:
+    """What begins a document comes once, before its first token, wherever batches part it."""
+    tokenizer = Tokenizer(characters().to_str())
+    encode = Encoder(tokenizer, tokenizer, before=[70, 71], behind=[72])
+    found = [
+        encode(DocumentBatch(["", "ab"], continues=True)),
+        encode(DocumentBatch(["c"], continues=True)),
+        encode(DocumentBatch(["", "", "d", "e"])),
+    ]
+    a, b, c, d, e = tokenizer.encode("abcde").tolist()
+    ids = [i for part in found for i in part[0].tolist()]
+    assert ids == [70, 71, a, b, c, 72, 70, 71, d, 72, 70, 71, e, 72]
+    assert [length for part in found for length in part[1].tolist()] == [6, 4, 4]
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_documents_have_the_special_tokens_of_a_decoder(
+    sentencepiece_dir: Path, tmp_path: Path, add: bool
+) -> None:
+    """Each document is transformers' `tokenizer(text)` with EOS behind it; literal special text stays text."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(sentencepiece_dir))
+    documents = ["hello world", "a <s> 日本 😀", "the\n answer"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    out = tmp_path / "out"
+    tokenize([str(tmp_path / "a.jsonl")], sentencepiece_dir, out, add_special_tokens=add)
+    bos = [1] if add else []
+    plain = [
+        theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in documents
+    ]
+    expected = [i for ids in plain for i in (*bos, *ids, 2)]
+    store = TokenStore.open(out)
+    assert store.read(0, store.tokens).tolist() == expected and store.documents == 3
+    facts = read_manifest(out, "tokens").facts
+    assert (facts["documents_begin"], facts["documents_end"]) == (bos, [2])
+
+
+def test_the_end_that_a_post_processor_adds_is_not_added_twice(tmp_path: Path) -> None:
+    unigram().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("hello\n\nworld\n")
+    for eos, ends in ((None, [1]), (False, []), (True, [1])):
+        tokenize([str(tmp_path / "a.txt")], tmp_path, tmp_path / str(eos), append_eos=eos)
+        assert read_manifest(tmp_path / str(eos), "tokens").facts["documents_end"] == ends
+        store = TokenStore.open(tmp_path / str(eos))
+        assert store.read(0, store.tokens).tolist().count(1) == 2 * len(ends)
+
+
+def test_an_unknown_end_token_is_reported_with_its_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, in words that work when they are typed; an encoder's tokenizer needs no end."""
+    library = characters().to_str().replace("<|endoftext|>", "<end>")
+    (tmp_path / "tokenizer.json").write_text(library)
+    (tmp_path / "a.txt").write_text("hello\n\nworld\n")
+    tokenize([str(tmp_path / "a.txt")], tmp_path, tmp_path / "without")
+    told = capsys.readouterr().err
+    assert told.count("no end-of-text token is known") == 1
+    subprocess.run(told.split("name it: ")[1].splitlines()[0], shell=True, check=True)
+    tokenize([str(tmp_path / "a.txt")], tmp_path, tmp_path / "with")
+    store = TokenStore.open(tmp_path / "with")
+    assert store.read(0, store.tokens).tolist().count(0) == 2
+    wordpiece().save(str(tmp_path / "wordpiece.json"))
+    tokenize([str(tmp_path / "a.txt")], tmp_path / "wordpiece.json", tmp_path / "encoder")
+    assert "end-of-text" not in capsys.readouterr().err
 
 
 class Astray:
@@ -180,16 +248,16 @@ def test_a_backend_that_goes_astray_at_work_is_noticed(
     tokenizer = Tokenizer.load(stage.place / "bpe")
     good, bad = "cat " * (size // 4), "@cat " * (size // 5)
     with pytest.raises(Failed, match="astray differs from the tokenizers library") as caught:
-        Encoder(tokenizer, Astray(tokenizer), append_eos=False, sentences=False)(DocumentBatch([bad]))
+        Encoder(tokenizer, Astray(tokenizer))(DocumentBatch([bad]))
     assert "reference" in caught.value.why and "characters" in caught.value.where
-    encode = Encoder(tokenizer, Astray(tokenizer), append_eos=False, sentences=False)
+    encode = Encoder(tokenizer, Astray(tokenizer))
     encode(DocumentBatch([good]))
     for _ in range(8):
         encode(DocumentBatch([bad]))
     with pytest.raises(Failed):
         for _ in range(3):
             encode(DocumentBatch([bad]))
-    plain = Encoder(tokenizer, tokenizer, append_eos=False, sentences=False)
+    plain = Encoder(tokenizer, tokenizer)
     assert len(plain(DocumentBatch([bad]))[0]) > 0
 
 

@@ -300,6 +300,7 @@ def test_tokenizers_that_cross_spaces_are_known() -> None:
         {"pre_tokenizer": {**config["pre_tokenizer"], "add_prefix_space": True}},
         {"pre_tokenizer": None},
         {"normalizer": {"type": "Prepend", "prepend": "_"}},
+        {"added_tokens": [config["added_tokens"][0] | {"special": False, "rstrip": True}]},
     ):
         assert not Tokenizer(json.dumps(config | change)).splits_at_space
 
