@@ -16,7 +16,7 @@ from ..planner.hardware import find_cluster, shipped_clusters
 from ..train.finetune import recipe as finetune
 from ..train.recipes.new_recipe import new_recipe
 from ..train.recipes.recipe import Recipe
-from ..train.recipes.resolved import check_epochs, model_config, outlook, resolve
+from ..train.recipes.resolved import check_passes, model_config, outlook, resolve
 from ..train.recipes.rules import RULES
 from .common import PATH, option, recipe_options, throughline_command
 
@@ -128,8 +128,9 @@ def new(out: Path, gpus: int | None, tokens: float | None, init_from: str | None
     write_atomic(out, text)
     recipe = resolve(load_recipe(str(out), Recipe, (), RULES))
     learnt = stored * (1 - recipe.data.validation_fraction)
-    facts, lines = outlook(recipe, model_config(recipe), cluster, learnt)
-    check_epochs(recipe, learnt)
+    sizes = [learnt] if learnt else []
+    facts, lines = outlook(recipe, model_config(recipe), cluster, sizes)
+    check_passes(recipe, sizes)
     if not stored:
         lines.append(f"{data} is not there yet: train --dry-run will say how often the run reads it")
     lines = [*text.splitlines(), f"written to {out}", *lines]

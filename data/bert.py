@@ -18,6 +18,7 @@ probability that keeps the mean.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,10 @@ class BERTPairs:
         if not self.rows:
             why = f"{store.tokens:,} tokens"
             raise WrongUse("too little text for one training row", why=why, fix="give more text")
+
+    @cached_property
+    def tokens(self) -> int:
+        return int(_row_lengths(self.pairs).sum())
 
     def _index(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Per shard: its pairs row by row, and the end of each row among all pairs."""

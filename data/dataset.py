@@ -25,10 +25,13 @@ Batch = dict[str, np.ndarray]  # docs/architecture.md lists the keys
 
 
 class Dataset(Protocol):
-    """What training reads: `rows` in one epoch, and any rows by position."""
+    """What training reads: `rows` in one epoch, the `tokens` in them without padding, and any rows by position."""
 
     @property
     def rows(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
 
     def batch(self, position: int, count: int) -> Batch: ...
 
@@ -92,8 +95,8 @@ PERIOD = 10_000
 
 
 class Mixture:
-    """`weights` over `datasets` of one kind; `shares` are those really used. An epoch has all their rows; a dataset
-    whose rows are used up begins its next one.
+    """Rows of several `datasets` of one kind in proportion to `weights`; `shares` are the proportions after rounding.
+    An epoch has as many rows as all datasets together. A dataset whose rows are used up begins its next epoch.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]):
@@ -109,6 +112,10 @@ class Mixture:
             rounded = f"a share of {far[0][0]:.3g} in the mixture is rounded to {far[0][1]:.3g}"
             warn(f"{rounded}: shares are whole parts of {PERIOD:,}")
         self.rows = sum(dataset.rows for dataset in datasets)
+
+    @property
+    def tokens(self) -> int:
+        return sum(dataset.tokens for dataset in self.datasets)
 
     def taken(self, position: int) -> np.ndarray:
         """How many of the first `position` samples come from each dataset, int64 (datasets,)."""

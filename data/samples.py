@@ -5,6 +5,7 @@ the endless sequence of epochs, whatever the batch size, ranks or restarts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,10 @@ class GPTWindows:
             why = f"{store.tokens:,} tokens, rows of {length:,} (+ 1 for the last target)"
             fix = "give more text, a larger part of it, or a smaller sequence_length"
             raise WrongUse("too little text for one training row", why=why, fix=fix)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.options.sequence_length
 
     def batch(self, position: int, count: int) -> Batch:
         options, length = self.options, self.options.sequence_length
@@ -80,6 +85,10 @@ class GPTPacked:
             why = f"{store.tokens:,} tokens in {store.documents:,} documents, none of two tokens"
             raise WrongUse("too little text for one training row", why=why, fix="give more text")
 
+    @cached_property
+    def tokens(self) -> int:
+        return int(self.pieces["length"].sum(dtype=np.int64))
+
     def _index(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         before = 0
         for first_token, part in self.store.parts():
@@ -111,8 +120,8 @@ def open_dataset(
     weights: Sequence[float] | None = None,
     cache: str | Path | None = None,
 ) -> Dataset:
-    """The dataset of one store, or the mixture of several by `weights` (by their rows when None). What is computed once
-    per store (packing, sentence pairs) is kept in the directory `cache`, without one in memory. Raises WrongUse when
+    """The dataset of one store, or the mixture of several. `weights` are shares of the tokens; without weights every
+    store is read equally often, so that its size is its share. What is computed once per store (packing, sentence pairs) is kept in the directory `cache`, without one in memory. Raises WrongUse when
     the options contradict each other or the store holds less than one row.
     """
     options.validate()
@@ -122,4 +131,9 @@ def open_dataset(
     datasets = [make(store, options, None if cache is None else Path(cache)) for store in stores]
     if len(datasets) == 1:
         return datasets[0]
-    return Mixture(datasets, weights or [dataset.rows for dataset in datasets])
+    if weights is None:
+        return Mixture(datasets, [dataset.rows for dataset in datasets])
+    tokens_per_row = [dataset.tokens / dataset.rows for dataset in datasets]
+    if len(set(tokens_per_row)) > 1:  # rows with padding, or of sentence pairs
+        weights = [weight / mean for weight, mean in zip(weights, tokens_per_row, strict=True)]
+    return Mixture(datasets, weights)

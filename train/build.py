@@ -28,7 +28,7 @@ from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .parallelize import to_compile
 from .precision import check_products, pick_device, use_deterministic_kernels
 from .recipes.recipe import ObjectiveSection, Recipe
-from .recipes.resolved import check_epochs, model_config, outlook
+from .recipes.resolved import check_passes, model_config, outlook, source_passes, stated_weights, SourcePasses
 from .recipes.rules import wrong_processes
 from .step import LossScaler, Trainer
 
@@ -74,10 +74,14 @@ class RunPlan:
     def tokens_per_step(self) -> int:
         return self.recipe.train.rows_per_step * self.recipe.train.sequence_length
 
+    def source_passes(self) -> list[SourcePasses]:
+        return source_passes(self.recipe, [store.tokens for store in self.corpus.train])
+
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """What is planned and predicted, for a script and for a person."""
-        train, learnt = self.recipe.train, sum(store.tokens for store in self.corpus.train)
-        ahead, words = outlook(self.recipe, self.config, None, learnt)
+        train, sizes = self.recipe.train, [store.tokens for store in self.corpus.train]
+        learnt = sum(sizes)
+        ahead, words = outlook(self.recipe, self.config, None, sizes)
         facts = {
             "family": self.family,
             "parameters": self.config.parameter_count(),
@@ -142,7 +146,7 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         corpus = replace(corpus, beside=Path(init_from))
     plan = replace(plan, memory=memory, corpus=corpus)
     if leads:
-        check_epochs(recipe, sum(store.tokens for store in corpus.train))
+        check_passes(recipe, [store.tokens for store in corpus.train])
     return plan
 
 
@@ -192,8 +196,7 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
 
 def training_rows(plan: RunPlan, cache: Path | None = None) -> Dataset:
     """The dataset that the run trains on."""
-    sources = plan.recipe.data.sources()
-    weights = [source.weight for source in sources] if len(sources) > 1 else None
+    weights = stated_weights(plan.recipe)
     return open_dataset(plan.corpus.train, dataset_options(plan), weights, cache)
 
 

@@ -77,6 +77,25 @@ def bert_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_store(tmp_path_factory.mktemp("stores") / "bert", tokenizer, documents)
 
 
+@pytest.fixture(scope="session")
+def make_store() -> Callable[..., Path]:
+    """`write_store`, for tests that need stores of their own."""
+    return write_store
+
+
+@pytest.fixture(scope="session")
+def two_stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A store of 1,200 sentences and one of 60, of one tokenizer; the small one's sentences are written backwards."""
+    folder = tmp_path_factory.mktemp("mixture")
+    large = [[" " + sentence] for sentence in sentences(1200, 1)]
+    small = [[" " + sentence[::-1]] for sentence in sentences(60, 2)]
+    tokenizer = train_tokenizer([text for document in large for text in document], "char", 64)
+    return [
+        str(write_store(folder / "large", tokenizer, large)),
+        str(write_store(folder / "small", tokenizer, small)),
+    ]
+
+
 SMALL = {"layers": 2, "width": 32, "heads": 2}
 
 

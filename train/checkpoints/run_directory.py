@@ -131,7 +131,8 @@ def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
 def _placeless(recipe: Recipe) -> dict[str, Any]:
     """The fields without the places of the data, which may move: their content is checked by `check_inputs`."""
     tree = recipe.model_dump(mode="json")
-    tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
+    weights = [source["weight"] for source in tree["data"]["train"]]
+    tree["data"]["train"] = weights if len(weights) > 1 else []  # one store is read whatever its weight
     tree["data"] |= {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
     return tree
 

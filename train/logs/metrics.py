@@ -10,6 +10,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ class StepReport:
             "threads": torch.get_num_threads(),
             "data": [Path(source.path).name for source in plan.recipe.data.sources()],
             "training_tokens": sum(store.tokens for store in plan.corpus.train),
+            "sources": [asdict(source) for source in plan.source_passes()],
             "parameters": plan.config.parameter_count(),
             "predicted_memory": plan.memory,
             "peak_flops": self.peak,

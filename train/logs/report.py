@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from .metrics import FILE, flat, read_metrics
 TASKS_IN_A_CHART = 8  # as many as there are colours
 UNSHOWN = ("started", "checkpoint", "finished", "running", "evaluation")  # events
 ERROR = "_stderr"  # ends the name of a task's standard error
+SOURCES = "sources/"  # begins the name of a figure of one store of a mixture
 SAMPLES = "samples.jsonl"  # of text, as an evaluator wrote them
 MOST_SAMPLES = 6
 COMPARED = ("loss", "grad_norm")  # of two runs
@@ -161,7 +162,8 @@ def curves(records: list[dict[str, Any]]) -> list[Chart]:
         unit = 2**30 if name.startswith("memory/") else 1
         return [(step, found[name] / unit) for step, found in numbers if name in found]
 
-    charts = [*LEARNT.items(), *_tasks(numbers), *SPENT.items()]
+    names = [name for _, found in numbers for name in found]
+    charts = [*LEARNT.items(), *_sources(names), *_tasks(numbers), *SPENT.items()]
     return [
         Chart(
             title,
@@ -172,11 +174,27 @@ def curves(records: list[dict[str, Any]]) -> list[Chart]:
     ]
 
 
+def _sources(names: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
+    """The validation figure that is trained on, of each store of a mixture, as many in a chart as there are colours."""
+    lines = {}
+    for name in dict.fromkeys(names):
+        source, _, figure = name.removeprefix("validation/").rpartition("/")
+        if source.startswith(SOURCES) and figure in ("loss", "mlm_loss"):
+            lines[source.removeprefix(SOURCES)] = name
+    parts = [
+        list(lines.items())[first : first + TASKS_IN_A_CHART]
+        for first in range(0, len(lines), TASKS_IN_A_CHART)
+    ]
+    return [("validation loss by source", dict(part)) for part in parts]
+
+
 def _tasks(numbers: list[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, str]]]:
     """Scores of tasks by metric, as many in a chart as there are colours."""
     by_metric: dict[str, dict[str, str]] = {}
     for name in (name for _, found in numbers for name in found if name.startswith("validation/")):
         task, _, metric = name.removeprefix("validation/").rpartition("/")
+        if task.startswith(SOURCES):
+            continue
         if task and not metric.endswith(ERROR):
             by_metric.setdefault(metric, {})[task] = name
     return [

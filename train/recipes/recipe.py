@@ -19,8 +19,9 @@ class Source(Section):
 
     path: str
     """Directory of the token store; with data.tokenizer, text."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the samples that come from it, relative to the other stores."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the tokens that come from it, relative to the other stores; without weights a store's size is its share.
+    """
 
 
 class DataSection(Section):
@@ -48,7 +49,7 @@ class DataSection(Section):
     """GPT windows: every epoch cuts the stream at another place."""
 
     def sources(self) -> list[Source]:
-        """The training stores, each with its weight."""
+        """The training stores, each with its weight, if any."""
         given = [self.train] if isinstance(self.train, str) else self.train
         return [item if isinstance(item, Source) else Source(path=item) for item in given]
 
@@ -173,7 +174,9 @@ class TrainSection(Section):
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 = only at the end."""
     eval_rows: int | None = Field(default=None, gt=0)
-    """Rows of each evaluation inside the run; by default the whole validation split, which the last one always uses."""
+    """Rows of each evaluation inside the run, a sample of every store by its size; by default the whole validation
+    split, which the last one always uses.
+    """
 
     @property
     def rows_per_step(self) -> int:

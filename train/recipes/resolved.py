@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -220,28 +221,74 @@ def layout_facts(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], l
     return report.layout_report(config, recipe.parallel.layout(), step_shape(recipe), recipe.optimizer.name)
 
 
+def stated_weights(recipe: Recipe) -> list[float] | None:
+    """The weights of a mixture's stores; None for one store, or for stores without weights."""
+    weights = [source.weight for source in recipe.data.sources() if source.weight is not None]
+    return weights if len(weights) > 1 else None
+
+
+@dataclass(frozen=True)
+class SourcePasses:
+    """What a run reads of one training store."""
+
+    path: str
+    tokens: float  # in the training part of the store
+    share: float  # of the tokens of the run
+    passes: float  # over the training part of the store
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+
+def source_passes(recipe: Recipe, sizes: Sequence[float]) -> list[SourcePasses]:
+    """What the run reads of each training store, by the tokens in their training parts ([]: not known)."""
+    weights = stated_weights(recipe) or sizes
+    rows = zip(recipe.data.sources(), sizes, weights)
+    shares = [(source.path, size, weight / sum(weights)) for source, size, weight in rows if size]
+    return [
+        SourcePasses(path, size, share, share * recipe.train.tokens / size) for path, size, share in shares
+    ]
+
+
 def outlook(
-    recipe: Recipe, config: ModelConfig, cluster: Cluster | None, learnt: float
+    recipe: Recipe, config: ModelConfig, cluster: Cluster | None, sizes: Sequence[float]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Facts and lines: passes over the `learnt` tokens (0: not known), time and cost; by default of this machine."""
-    tokens = recipe.train.tokens
+    """Facts and lines: passes over the training stores of these `sizes` in tokens ([]: not known), time and cost; by
+    default of this machine.
+    """
+    tokens, learnt = recipe.train.tokens, sum(sizes)
     seconds = recipe.train.steps * predicted_step_seconds(config, recipe, cluster)
     price = cluster.price_per_chip_hour * recipe.parallel.layout().world if cluster else 0.0
     cost, epochs = price * seconds / 3600 or None, tokens / learnt if learnt else None
-    facts = {"tokens_to_train": tokens, "seconds": seconds, "cost": cost, "epochs": epochs}
+    sources = source_passes(recipe, sizes)
+    facts = {
+        "tokens_to_train": tokens,
+        "seconds": seconds,
+        "cost": cost,
+        "epochs": epochs,
+        "sources": [dataclasses.asdict(source) for source in sources],
+    }
     lines = [f"about {duration(seconds)} in all"]
     if cluster and cost:
         lines[0] += f", {cost:,.0f} {cluster.currency} ({cluster.priced})"
     elif cluster:
         lines[0] += "; a cluster that is rented by the hour has a price (--machine aws-p4d.24xlarge)"
-    if epochs:
-        lines.append(f"{cell(epochs)} passes over the training part of the store")
+    if len(sources) == 1:
+        lines.append(f"{cell(sources[0].passes)} passes over the training part of the store")
+    elif sources:
+        lines += [
+            f"{source.path}: {source.share:.2%} of the tokens, {cell(source.passes)} passes over its training part"
+            for source in sources
+        ]
     return facts, lines
 
 
-def check_epochs(recipe: Recipe, learnt: float) -> None:
-    """Warn of more passes over the `learnt` tokens (0: not known) than are worth it."""
-    epochs = recipe.train.tokens / learnt if learnt else 0.0
-    if epochs > MOST_EPOCHS:
-        why = f"from {MOST_EPOCHS} on a pass teaches little (Muennighoff et al. 2023): more text, or fewer steps"
-        warn(f"the run reads its text {cell(epochs)} times; {why}")
+def check_passes(recipe: Recipe, sizes: Sequence[float]) -> None:
+    """Warn of each store that is read more often than is worth it, by the tokens in the training parts."""
+    sources = source_passes(recipe, sizes)
+    for source in sources:
+        if source.passes > MOST_EPOCHS:
+            text = "its text" if len(sources) == 1 else source.path
+            why = f"from {MOST_EPOCHS} on a pass teaches little (Muennighoff et al. 2023): more text, or fewer steps"
+            warn(f"the run reads {text} {cell(source.passes)} times; {why}")

@@ -86,6 +86,11 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
         fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; "
         fix += "or name text, and set data.tokenizer"
         yield Problem("data.train", "no token store", fix)
+    weights = [source.weight for source in recipe.data.sources()]
+    if None in weights and any(weights):
+        unweighted = next(source.path for source in recipe.data.sources() if source.weight is None)
+        fix = "give every store a weight, or none: each is then read in proportion to its size"
+        yield Problem("data.train", f"{unweighted} has no weight, and another store has one", fix)
     if not recipe.data.tokenizer and (recipe.data.documents, recipe.data.field) != ("block", "text"):
         text = "documents and field are of text, and these are token stores"
         yield Problem("data.documents", text, "set data.tokenizer")
