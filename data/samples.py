@@ -121,8 +121,9 @@ def open_dataset(
     cache: str | Path | None = None,
 ) -> Dataset:
     """The dataset of one store, or the mixture of several. `weights` are shares of the tokens; without weights every
-    store is read equally often, so that its size is its share. What is computed once per store (packing, sentence pairs) is kept in the directory `cache`, without one in memory. Raises WrongUse when
-    the options contradict each other or the store holds less than one row.
+    store is read equally often, so that its size is its share. What is computed once per store (packing, sentence
+    pairs) is kept in the directory `cache`, without one in memory. Raises WrongUse when the options contradict each
+    other or the store holds less than one row.
     """
     options.validate()
     make: Callable[..., Dataset] = GPTPacked if options.packing == "best_fit" else GPTWindows

@@ -28,7 +28,7 @@ from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .parallelize import to_compile
 from .precision import check_products, pick_device, use_deterministic_kernels
 from .recipes.recipe import ObjectiveSection, Recipe
-from .recipes.resolved import check_passes, model_config, outlook, source_passes, stated_weights, SourcePasses
+from .recipes.resolved import SourcePasses, check_passes, model_config, outlook, source_passes, stated_weights
 from .recipes.rules import wrong_processes
 from .step import LossScaler, Trainer
 
@@ -245,7 +245,7 @@ def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True)
     if fill:
         plan.fill(engine)
     optimizer, scaler = _optimizer(recipe, engine), LossScaler.of(train.precision)
-    return Trainer(engine, optimizer, scaler, train.precision, train.clip_norm)
+    return Trainer(engine, optimizer, scaler, train.precision, train.clip_norm, planned_steps=train.steps)
 
 
 def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:

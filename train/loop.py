@@ -11,14 +11,16 @@ from types import FrameType
 from typing import Any, cast
 
 from ..core.console import amount, duration, progress, say
-from ..core.errors import EXIT_INTERRUPTED, Failed, Stopped
+from ..core.errors import EXIT_INTERRUPTED, Stopped
 from ..core.hardware import keep_freed_memory
 from ..core.recipe import recipe_hash
 from ..core.signals import handling
 from ..data.dataset import Loader
 from .build import RunPlan, build_trainer
+from .checkpoints.changes import check_rate, rates_around, recorded_changes
 from .checkpoints.checkpoint import CheckpointWriter, restore
 from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, open_run, verified_share
+from .divergence import Divergence
 from .engine import SIGNALS, Engine
 from .logs.metrics import Metrics, StepReport
 from .logs.profile import Profile
@@ -28,10 +30,12 @@ from .objective import StepBatch
 from .optimizers.averages import averaged
 from .optimizers.build import learning_rate_factor
 from .parallel.ranks import Ranks
+from .recipes.recipe import Recipe
 from .recipes.resolved import predicted_step_seconds
 from .step import Launched, StepResult, Trainer, launch_step
 
 Evaluator = Callable[[Engine, int], dict[str, Any]]  # the engine and the step
+UNSAVED = "not saved, because the loss is not finite: the last checkpoint stays"
 LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
 
 
@@ -54,10 +58,11 @@ def train(
         Ranks.start(parallel.layout(), plan.device, parallel.timeout_seconds) as ranks,
         RunWorkspace(run_dir, ranks.token, ranks.leads) as workspace,
     ):
-        ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
+        before = ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
         world = ranks.mesh.world
         shares = ranks.gathered(verified_share(workspace.path / "checkpoints", world.rank, world.size))
-        opened = partial(open_run, workspace, plan.recipe, plan.corpus.inputs, set().union(*shares))
+        check = partial(check_rate, plan.recipe, before, workspace.path)
+        opened = partial(open_run, workspace, plan.recipe, plan.corpus.inputs, set().union(*shares), check)
         checkpoint, done = ranks.first_decides(opened)
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
@@ -66,9 +71,9 @@ def train(
             keep_freed_memory()
         trainer = build_trainer(plan, ranks.mesh, fill=checkpoint is None)
         if checkpoint is not None:
-            restore(checkpoint, trainer)
+            restore(checkpoint, trainer, before.train.steps if before else None)
             say(f"resumed at step {trainer.step:,} from {checkpoint}")
-        return Run(plan, workspace, trainer, evaluators, profile, ranks).to_the_end()
+        return Run(plan, workspace, trainer, evaluators, profile, ranks, before).to_the_end()
 
 
 class Run:
@@ -82,6 +87,7 @@ class Run:
         evaluators: Sequence[Evaluator],
         profile: bool,
         ranks: Ranks,
+        before: Recipe | None = None,  # the recipe of the start before this one
     ) -> None:
         self.plan, self.workspace, self.trainer = plan, workspace, trainer
         self.evaluators, self.ranks, self.signals = evaluators, ranks, Signals()
@@ -102,13 +108,18 @@ class Run:
         )
         self.profile = Profile(workspace.path / "profile", plan) if profile and ranks.leads else None
         self.report = StepReport(plan, trainer, self.metrics)
+        self.recipe_before = before
+        self.divergence = Divergence(trainer, workspace.path)
         self.saved_step = trainer.step
+        self.last_result: StepResult | None = None
+        self.save_is_due = False  # it was put off while steps were skipped
         self.validation: dict[str, Any] = {}
         self.reached = False  # the recipe's target
 
     def to_the_end(self) -> dict[str, Any]:
         trainer, start = self.trainer, time.monotonic()
         self._event("resumed" if trainer.step else "started", **self.report.environment())
+        self._report_changes()
         try:
             with (
                 self.ranks.watch(self.workspace.path / HEARTBEAT) as self.report.heartbeat,
@@ -123,6 +134,9 @@ class Run:
                 if self.profile is not None:
                     self.profile.close()
                 if not self.reached and not self._agree_to_stop():
+                    if self.last_result is not None and self.divergence.diverged:
+                        self._until_written()
+                        raise self.divergence.error(self.last_result, self.plan.recipe)
                     self._evaluate()
                 if self._agree_to_stop():
                     self._stop()
@@ -149,7 +163,7 @@ class Run:
         upcoming: StepBatch | None = None
         under_way: Callable[[], None] | None = None  # reads the step before
         while trainer.step < recipe.train.steps and not self.reached and not self.signals.agreed:
-            factor = learning_rate_factor(trainer.step, recipe)
+            factor = learning_rate_factor(trainer.step, recipe, trainer.earlier_lengths)
             with self.report.step() as mark:
                 batch = upcoming or next(batches)
                 # the target counts of the next batch travel with this step's figures
@@ -163,7 +177,7 @@ class Run:
                 self.profile.step()
             last = trainer.step == recipe.train.steps
             evaluates = not last and _due(recipe.train.eval_every_steps, trainer.step)
-            saves = not last and _due(recipe.checkpoint.save_every_steps, trainer.step)
+            saves = not last and (self.save_is_due or _due(recipe.checkpoint.save_every_steps, trainer.step))
             if last or evaluates or saves or self.signals.agreed or launched.is_there:
                 under_way()
                 under_way = None
@@ -176,6 +190,10 @@ class Run:
         result = launched.read()
         self.signals.agree(result.signal)
         self.report.add(result, factor, batch, bar)
+        self.divergence.add(result)
+        self.last_result = result
+        if not result.skipped and self.divergence.confirms(self.saved_step):
+            self.writer.retire()
         if result.skipped:
             self._skipped(result)
         elif self.plan.recipe.checkpoint.save_every_steps and not self.writer.prepared:
@@ -185,10 +203,28 @@ class Run:
         trainer = self.trainer
         self._event("skipped", result.step, in_row=trainer.skipped_in_row)
         if trainer.skipped_in_row >= self.plan.recipe.train.stop_after_skipped:
-            what = f"{trainer.skipped_in_row} steps in a row had a loss or gradient that is not finite"
-            why = f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}"
-            fix = "lower the learning_rate, lengthen the warm-up, or train in bf16 or fp32"
-            raise Failed(what, where=f"{self.workspace.path}, step {result.step:,}", why=why, fix=fix)
+            self._until_written()
+            raise self.divergence.error(result, self.plan.recipe)
+
+    def _report_changes(self) -> None:
+        """Write down and say what this start changed of the recipe, and both learning rates where they changed."""
+        trainer, recipe = self.trainer, self.plan.recipe
+        if self.recipe_before is None or not (changes := recorded_changes(self.recipe_before, recipe)):
+            return
+        facts: dict[str, Any] = {"changes": {key: list(values) for key, values in changes.items()}}
+        texts = [f"{key} was {old}, is {new}" for key, (old, new) in changes.items()]
+        if trainer.step:
+            rates = rates_around(self.recipe_before, recipe, trainer)
+            facts["rates"] = list(rates)
+            now, last = (
+                f"{rates[1]:.4g} at step {trainer.step + 1:,}",
+                f"{rates[2]:.4g} at step {recipe.train.steps:,}",
+            )
+            texts.append(
+                f"the learning rate was {rates[0]:.4g} at step {trainer.step:,}, is {now} and {last}"
+            )
+        self._event("changed", **facts)
+        say("; ".join(texts))
 
     def _agree_to_stop(self) -> bool:
         """Whether a signal reached any process; all end with the same step. Collective."""
@@ -223,6 +259,9 @@ class Run:
     def _save(self) -> None:
         if self.trainer.step == self.saved_step and self.trainer.step:
             return
+        self.save_is_due = self.divergence.diverged
+        if self.save_is_due:
+            return
         facts: dict[str, Any] = {"validation": self.validation} if self.validation else {}
         facts |= {"special": tokenizer.special} if (tokenizer := self.plan.corpus.tokenizer) else {}
         self.report.pause()
@@ -246,14 +285,18 @@ class Run:
     def _stop(self) -> None:
         self._save()
         self._until_written()
+        saved = not self.divergence.diverged
+        if saved:
+            self.writer.retire()
         self.metrics.flush()
         received = self.signals.received
         assert received is not None
         self._event("stopped", signal=received.name)
         if received == signal.SIGINT:
-            say(f"saved at step {self.trainer.step:,}; the same command continues")
+            place = f"saved at step {self.trainer.step:,}" if saved else UNSAVED
+            say(f"{place}; the same command continues")
             raise KeyboardInterrupt
-        what = f"stopped by {received.name} at step {self.trainer.step:,}, saved and verified"
+        what = f"stopped by {received.name} at step {self.trainer.step:,}, {'saved and verified' if saved else UNSAVED}"
         raise Stopped(what, where=self.workspace.path, fix="the same command continues")
 
     def _finish(self, seconds: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ section 3.2), with the scale found by the run itself.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from .engine import Engine, Mark
 from .objective import StepBatch
 
+LEAST_SCALE = 1.0  # below it a gradient that overflows would overflow in bf16 as well
 FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
 GROWTH_INTERVAL = 2000  # good steps before the scale is doubled, as in torch.amp
 
@@ -40,7 +41,7 @@ class LossScaler:
         """After each step: whether its gradients were finite."""
         self.good_steps += self.active
         if self.active and not finite:
-            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+            self.scale, self.good_steps = max(self.scale / 2, LEAST_SCALE), 0
         elif self.good_steps == GROWTH_INTERVAL:
             self.scale, self.good_steps = self.scale * 2, 0
 
@@ -58,6 +59,9 @@ class Trainer:
     samples: int = 0  # rows consumed, those of skipped steps included: the data position
     skipped: int = 0  # steps skipped so far because the loss or a gradient was not finite
     skipped_in_row: int = 0
+    planned_steps: int = 0  # train.steps, by which the schedule decays
+    earlier_lengths: list[tuple[int, int]] = field(default_factory=list)
+    """(step, steps): the run was planned with so many steps until this step, where a resume changed train.steps."""
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -76,6 +80,9 @@ class StepResult:
     terms: tuple[float, ...]
     grad_norm: float
     skipped: bool
+    overflowed: bool = (
+        False  # skipped for fp16's scale alone: the loss is finite, and the scale can be lowered
+    )
     gradient_bytes: int = 0  # that this process sent to sum the gradients of copies of the model
     routers: tuple[float, ...] = ()  # `stage.ROUTER_FIGURES`, of experts
     signal: int = 0  # the largest that any process had received
@@ -106,13 +113,15 @@ class Launched:
         count = len(trainer.engine.routers.names)
         routed, terms, norm = terms[:count], terms[count:], norm / self.scale
         finite = all(map(math.isfinite, (*terms, norm)))
+        overflowed = not finite and self.scale > LEAST_SCALE and all(map(math.isfinite, terms))
         before, hook = trainer.scaler.scale, trainer.engine.communication_hook
-        trainer.scaler.update(finite)
+        if finite or self.scale == before:  # else the step before, which had the same scale, has lowered it
+            trainer.scaler.update(finite)
         if hook is not None and trainer.scaler.scale != before:
             hook.rescale(trainer.scaler.scale / before)  # as every gradient to come is
         trainer.skipped += not finite
         trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
-        rest = norm, not finite, self.sent, tuple(routed), int(heard), read_at
+        rest = norm, not finite, overflowed, self.sent, tuple(routed), int(heard), read_at
         return StepResult(self.step, sum(terms), tuple(terms), *rest)
 
 

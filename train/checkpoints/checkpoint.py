@@ -45,7 +45,7 @@ from ..optimizers.averages import SLOT
 from ..parallel.ranks import Lost
 from ..stage import LocalShard, WholeParameters
 from ..step import Trainer
-from .run_directory import LATEST, checkpoints, locate
+from .run_directory import LATEST, checkpoints, earlier_lengths, locate
 from .snapshot import COUNTS, SCALES, SUMMED_DIM, Buffers, Snapshot, Table, TensorReader, take_snapshot
 
 PART = "part.json"
@@ -71,11 +71,13 @@ class CheckpointWriter:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saving", _give_way))
     _buffers: Buffers = field(default_factory=Buffers)
     _pending: Future[Any] | None = None
+    _newest: Path | None = None  # complete, and none removed for it yet
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> None:
         """Start a checkpoint of this moment, when the one before is written; raises what went wrong with that."""
         self.wait()
+        self.retire()
         self._pending = self._thread.submit(self._write, take_snapshot(trainer, self._buffers), facts or {})
 
     def prepare(self, trainer: Trainer) -> None:
@@ -92,6 +94,14 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
+    def retire(self) -> None:
+        """Remove the oldest checkpoints beyond `keep`. Called once a step after the newest one is known to be good: a
+        run that diverges in the step that was saved still has the checkpoint before it.
+        """
+        if self._newest is not None and self.idle:
+            newest, self._newest = self._newest, None
+            self._retire(newest)
+
     def abandon(self) -> None:
         """The run has failed: wait no longer for other processes, whose parts may never come."""
         self._abandoned.set()
@@ -100,6 +110,7 @@ class CheckpointWriter:
     def close(self) -> None:
         try:
             self.wait()
+            self.retire()
         finally:
             self._thread.shutdown(wait=True)
 
@@ -143,7 +154,7 @@ class CheckpointWriter:
         verify_artifact(path, read_back=read_back)
         self.may_write()
         write_atomic(self.directory / LATEST, path.name + "\n")
-        self._retire(path)
+        self._newest = path
         return path
 
     def _part(self, step: int, process: int) -> Path:
@@ -209,8 +220,11 @@ def load_weights(directory: Path, model: nn.Module | Engine, averages: bool = Tr
                 local.value.copy_(found[0].part(found[1], local.spec.box))
 
 
-def restore(directory: Path, trainer: Trainer) -> None:
-    """Bring a trainer to a checkpoint's state: on a CPU to the bit in a like layout and torch, on CUDA to rounding."""
+def restore(directory: Path, trainer: Trainer, planned_before: int | None = None) -> None:
+    """Bring a trainer to a checkpoint's state: on a CPU to the bit in a like layout and torch, on CUDA to rounding.
+
+    `planned_before`: train.steps of the recipe before, for checkpoints of versions that did not save it.
+    """
     state = read_json(directory / "state.json")
     engine = trainer.engine
     engine.wait()
@@ -222,6 +236,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
     for names, owner in ((COUNTS, trainer), (SCALES, trainer.scaler)):
         for name in names:
             setattr(owner, name, state[name])
+    trainer.earlier_lengths = earlier_lengths(state, trainer.planned_steps, planned_before)
     now: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     now |= {"device": engine.device.type, "layout": engine.layout.facts()}
     changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]

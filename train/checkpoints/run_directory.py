@@ -2,9 +2,10 @@
 
 import os
 import re
+import shlex
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ LATEST = "latest"  # a text file beside the checkpoints with the name of one
 MAY_CHANGE = re.compile(
     r"train\.(steps|eval_|stop_after_skipped|micro_batch_rows|recompute|compile|offload|device|deterministic)"
     r"|(parallel|evaluation|checkpoint|log|target)\."
+    r"|(optimizer\.(learning_rate|matrix_learning_rate)|train\.clip_norm)$"
 )
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 OWNER = ".owner"  # the token of the start that writes the run's directory
@@ -81,9 +83,15 @@ class RunWorkspace(Workspace):
 
 
 def open_run(
-    workspace: RunWorkspace, recipe: Recipe, inputs: Sequence[Input], verified: Collection[tuple[Path, str]]
+    workspace: RunWorkspace,
+    recipe: Recipe,
+    inputs: Sequence[Input],
+    verified: Collection[tuple[Path, str]],
+    check: Callable[[Path], None] = lambda checkpoint: None,
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Make the claimed directory ready for steps: the checkpoint to go on from, the summary of a run that has ended."""
+    """Make the claimed directory ready for steps: the checkpoint to go on from, the summary of a run that has ended.
+    `check` may refuse to go on from the checkpoint, before anything is changed.
+    """
     checkpoint = find_resumable(workspace.path / "checkpoints", verified)
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts
@@ -91,6 +99,7 @@ def open_run(
             return checkpoint, done
     if checkpoint is not None:
         check_inputs(checkpoint, inputs)
+        check(checkpoint)
     (workspace.path / MANIFEST).unlink(missing_ok=True)
     if checkpoint is None and (workspace.path / "recipe.toml").exists():
         say(f"{workspace.path} has no checkpoint yet: its run begins again")
@@ -98,11 +107,14 @@ def open_run(
     return checkpoint, None
 
 
-def claim(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
-    """Become the directory's owner. Raises WrongUse when another run or other files are in it."""
-    file = workspace.path / "recipe.toml"
+def claim(workspace: RunWorkspace, recipe: Recipe, resume: str) -> Recipe | None:
+    """Become the directory's owner, and return the recipe of the run that is in it. Raises WrongUse when another run or
+    other files are in it.
+    """
+    file, before = workspace.path / "recipe.toml", None
     if file.exists():
-        _check_recipe(file, recipe, resume)
+        before = load_recipe(file, Recipe)
+        _check_recipe(file, before, recipe, resume)
     else:
         names = (path.name for path in workspace.path.iterdir())
         others = [name for name in names if name != "cache" and not name.startswith(".")]
@@ -111,13 +123,14 @@ def claim(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
             fix = "choose another --run-dir"
             raise WrongUse("not a run's directory", where=workspace.path, why=why, fix=fix)
     workspace.own()
+    return before
 
 
-def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
+def _check_recipe(file: Path, old: Recipe, recipe: Recipe, resume: str) -> None:
     if resume == "never":
         fix = "--resume auto continues it; --run-dir starts elsewhere"
         raise WrongUse("a run is already there", where=file.parent, fix=fix)
-    before, now = (dict(leaves(_placeless(tree))) for tree in (load_recipe(file, Recipe), recipe))
+    before, now = (dict(leaves(_placeless(tree))) for tree in (old, recipe))
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     changed = [key for key in changed if not MAY_CHANGE.match(key)]
     if recipe.compression.scheme == "none":  # it sends nothing
@@ -146,6 +159,15 @@ def check_inputs(checkpoint: Path, inputs: Sequence[Input]) -> None:
         why = f"their hashes are not those in {checkpoint / MANIFEST}"
         fix = "put the data back, or train in another directory with --run-dir"
         raise Refused("the data have changed since the run was saved", where=where, why=why, fix=fix)
+
+
+def earlier_lengths(state: dict[str, Any], planned: int, planned_before: int | None) -> list[tuple[int, int]]:
+    """`Trainer.earlier_lengths` of a run that goes on from a checkpoint's state with `planned` steps. `planned_before`
+    is what the recipe before said, for checkpoints of versions that did not save it.
+    """
+    lengths = [(until, steps) for until, steps in state.get("earlier_lengths", [])]
+    planned_then = state.get("planned_steps", planned_before) or planned
+    return lengths if planned_then == planned else [*lengths, (state["step"], planned_then)]
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -210,3 +232,26 @@ def locate(path: Path | str) -> Path:
     elif path.is_dir() and not any(path.iterdir()):
         why = "it is empty"
     raise WrongUse(what, where=path, why=why, fix=fix)
+
+
+def train_command(
+    recipe: Recipe, run: Path, run_dir: Path, settings: list[str], init_from: Path | None = None
+) -> str:
+    """The command that trains the recipe of `run` with these settings in `run_dir`."""
+    words = ["throughline"]
+    if (processes := recipe.parallel.layout().world) > 1:
+        words += ["launch", "--nproc", str(processes), "--"]
+    words += ["train", str(run / "recipe.toml"), "--run-dir", str(run_dir)]
+    if init_from is not None:
+        words += ["--init-from", str(init_from)]
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
+
+
+def free_directory(run: Path) -> Path:
+    """A directory beside the run's that does not exist yet."""
+    number = 2
+    while (path := run.with_name(f"{run.name}-{number}")).exists():
+        number += 1
+    return path

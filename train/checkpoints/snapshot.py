@@ -160,6 +160,8 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
         state={
             **{name: getattr(trainer, name) for name in COUNTS},
             **{name: getattr(trainer.scaler, name) for name in SCALES},
+            "planned_steps": trainer.planned_steps,
+            "earlier_lengths": trainer.earlier_lengths,
             "optimizer_scalars": scalars,
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),

@@ -5,7 +5,7 @@ on matrices: a norm scale, a bias, or the row of a rare token would shrink betwe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ def _interleaved(name: str, model: Any) -> tuple[int, int]:
     return count, model.config.head_size if count > 1 else 0
 
 
-def learning_rate_factor(step: int, recipe: Recipe) -> float:
+def learning_rate_factor(step: int, recipe: Recipe, earlier_lengths: Sequence[tuple[int, int]] = ()) -> float:
     """Share of the peak learning rate that step `step` (from 0) uses, in (0, 1].
 
     Warm-up is linear and its first step is not zero: (step + 1) / warmup_steps. The decay would reach
@@ -81,9 +81,12 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     sqrt(warmup_steps / step) after the warm-up (Vaswani et al. 2017, section 5.3). With
     `decay_from_start` the decay is that of the step's share of the whole run, as in NVIDIA's and MLPerf's BERT.
     While the batch grows all is counted in whole batches, so that the rate is a function of the rows read.
+
+    `earlier_lengths` are those of `Trainer`: where a resume changed `train.steps`, the decay goes on from where it
+    stood and ends with the new last step. A decay that has ended stays at `final_fraction`.
     """
-    schedule, train = recipe.schedule, recipe.train
-    done, after, steps = (train.rows_before(s) / train.rows_per_step for s in (step, step + 1, train.steps))
+    schedule = recipe.schedule
+    done, after = _whole_batches(step, recipe), _whole_batches(step + 1, recipe)
     before = -schedule.warmup_start_step
     if done < schedule.warmup_steps - before:
         return min((after + before) / schedule.warmup_steps, 1.0)
@@ -91,15 +94,38 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
         return 1.0
     if schedule.kind == "inverse-sqrt":
         return min(math.sqrt(max(schedule.warmup_steps, 1) / (after + before)), 1.0)
-    if schedule.kind == "wsd":
-        length = schedule.decay_steps or max(min(steps // 5, steps - schedule.warmup_steps), 1)
-        start = steps - length
-    else:
-        start = 0 if schedule.decay_from_start else schedule.warmup_steps - before
-        length = schedule.decay_steps or steps - start
-    share = min(max(done - start, 0) / length, 1.0)
+    share = _decay_share(step, recipe, recipe.train.steps, earlier_lengths)
     if schedule.kind == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * share))
     else:
         left = (1 - share) ** (schedule.power if schedule.kind == "polynomial" else 1.0)
     return schedule.final_fraction + (1 - schedule.final_fraction) * left
+
+
+def _whole_batches(step: int, recipe: Recipe) -> float:
+    """Rows read before a step, in batches of `train.batch_rows`: the number of the step unless the batch grows."""
+    return recipe.train.rows_before(step) / recipe.train.rows_per_step
+
+
+def _decay_share(step: int, recipe: Recipe, planned: int, earlier: Sequence[tuple[int, int]]) -> float:
+    """Share of the decay that is over when a step begins, in a run of `planned` steps that had `earlier` lengths."""
+    schedule, done, steps = recipe.schedule, _whole_batches(step, recipe), _whole_batches(planned, recipe)
+    warmup = schedule.warmup_steps + schedule.warmup_start_step
+    if schedule.kind == "wsd":
+        length = schedule.decay_steps or max(min(steps // 5, steps - schedule.warmup_steps), 1)
+        start = steps - length
+    else:
+        start = 0 if schedule.decay_from_start else warmup
+        length = schedule.decay_steps or steps - start
+    by_length = (
+        schedule.kind == "wsd" or schedule.decay_steps is None
+    )  # whether the run's length moves the decay
+    if earlier and by_length:
+        (changed_at, planned_before), before = earlier[-1], earlier[:-1]
+        share_then = _decay_share(changed_at, recipe, planned_before, before)
+        if share_then and _whole_batches(changed_at, recipe) >= warmup:
+            start = _whole_batches(changed_at, recipe)
+            if done < start:
+                return _decay_share(step, recipe, planned_before, before)
+            return share_then + (1 - share_then) * min((done - start) / max(steps - start, 1), 1.0)
+    return min(max(done - start, 0) / length, 1.0)
