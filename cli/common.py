@@ -1,5 +1,6 @@
 """What every command shares: --json, --quiet, --debug, errors with exit codes instead of tracebacks, --set."""
 
+import contextlib
 import functools
 import io
 import json
@@ -63,6 +64,8 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # as stderr: a path may hold what the terminal cannot show
             sys.stdout.reconfigure(errors="backslashreplace")
+        guard = contextlib.ExitStack()
+        guard.enter_context(console.guarded_stderr())
         try:
             answer = function(*args, **kwargs)
             _tell_launcher(0)
@@ -87,6 +90,7 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             _fail(_unforeseen(error), json_output, debug)
         finally:
             console.configure()
+            guard.close()
 
     return wrapped
 
@@ -123,7 +127,7 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
         time.sleep(LATER_S)  # what all processes meet is said by the first, which then ends this one
     if debug:
         traceback.print_exc()
-    console.write_line(f"error: {error}")
+    console.fail(error)
     lost = getattr(error, "at_once", False)
     restarts = lost and EXIT_FILE in os.environ  # the launcher starts all again: this is not yet the answer
     if json_output and not restarts:

@@ -4,13 +4,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import FloatRange, IntRange
 
+from ..core.console import LEVELS, configure_log
 from ..core.errors import WrongUse
 from .common import FILE, PATH, backend_options, cache_options, flag, option, throughline_command
+
+if TYPE_CHECKING:
+    from ..inference.serving.keys import Key
 
 KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 DRAFTED = 4  # tokens that a draft model guesses at a time
@@ -32,9 +36,10 @@ LIMITS: tuple[tuple[str, str, float | None, Any, str], ...] = (
      "in bytes; beyond it a request gets 503."),
     ("--request-timeout", "request_s", 600.0, FloatRange(1), "Seconds after which an answer that is not complete is "
      "given up."),
-    ("--load-timeout", "load_s", 1800.0, FloatRange(1), "Seconds after which a model that is not open is given up."),
-    ("--hang-timeout", "hang_s", 60.0, FloatRange(2), "Seconds of silence after which the process of a model is "
-     "replaced."),
+    ("--load-timeout", "load_s", 1800.0, FloatRange(1), "Seconds after which a model that is not open, or a single "
+     "step of one, is given up."),
+    ("--hang-timeout", "hang_s", 60.0, FloatRange(2), "Seconds without a heartbeat after which the process of a model "
+     "is replaced. A long step is no silence: it may take as long as --load-timeout."),
     ("--drain-wait", "drain_s", 5.0, FloatRange(0), "Seconds between SIGTERM, when /ready turns 503, and the closing "
      "of the port."),
 )  # fmt: skip
@@ -50,20 +55,27 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("paths", nargs=-1, metavar="[NAME=]PATH[@DEVICE,...]...")
 @option("--host", None, "Address to listen on; 0.0.0.0 is every interface.", "127.0.0.1")
 @option("--port", click.IntRange(0, 65535), "Port to listen on; 0 is any free port.", 8000)
-@flag("--follow", "Serve a run's newest checkpoint whenever there is a newer one; no request is lost.")
+@flag(
+    "--watch",
+    "Serve what a PATH holds whenever that changes: a run's newest checkpoint, another target of a link, another "
+    "content of a directory or file; no request is lost.",
+)
+@option("--follow", None, "", is_flag=True, hidden=True)
 @option(
     "--models-dir",
     click.Path(exists=True, file_okay=False, path_type=Path),
-    "Directory whose models POST /models/load and /models/unload may open and end by name, as those of PATH; "
-    "needs API keys on other addresses than loopback (default: models stay as given).",
+    "Directory whose models POST /models/load and /models/unload may open, replace and end, as those of PATH; "
+    "needs API keys, one of them with scopes=admin, on other addresses than loopback (default: models stay as given).",
 )
 @_limits
 @option(
     "--api-key-file",
     PATH,
-    "File with one API key a line, and behind it name=, priority= (-10 to 10), places= (answers at once) and "
-    f"per_minute= (requests); {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
+    "File with one API key a line, and behind it name=, scopes= (inference, metrics, admin; default: inference), "
+    "priority= (-10 to 10), places= (answers at once) and per_minute= (inference requests); read again when it changes "
+    f"and on SIGHUP. {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
 )
+@flag("--open-metrics", "Answer /metrics without a key.")
 @flag(
     "--share-prefixes",
     "Let prompts of different keys begin with each other's kept beginnings (default: each with its own).",
@@ -82,13 +94,28 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     multiple=True,
     metavar="ORIGIN",
 )
-@option("--tls-cert", FILE, "Certificate chain in PEM; serves https (default: plain http).")
+@option(
+    "--tls-cert",
+    FILE,
+    "Certificate chain in PEM; serves https (default: plain http). Read again when it changes and on SIGHUP.",
+)
 @option("--tls-key", FILE, "Private key of the certificate in PEM; needed with --tls-cert.")
 @option(
     "--access-log/--no-access-log",
     None,
-    "Write a JSON line per request to stderr: ids, tokens, times, never text.",
+    "Write a line per request to stderr: ids, tokens, times, why it was refused, never text.",
     True,
+)
+@option(
+    "--log-format",
+    click.Choice(["json", "text"]),
+    "Format of stderr: JSON lines or text (default: text on a terminal, else json).",
+)
+@option(
+    "--log-level",
+    click.Choice(LEVELS),
+    "Least level of the lines on stderr; an answered request is info, one that ends with 500 or above a warning.",
+    "info",
 )
 @cache_options
 @option(
@@ -112,19 +139,23 @@ def command(
     GPT: /v1/completions and, with a chat template, /v1/chat/completions. BERT: /v1/embeddings, /v1/fill-mask
     and, with a classification head, /v1/classify and /v1/rerank. A decoder whose modules.json says how it embeds:
     /v1/embeddings alone. Also /v1/models, /tokenize, /detokenize, /health, /ready, /metrics, /openapi.json, and a
-    page to try them at /. SIGTERM answers what was accepted and ends.
+    page to try them at /. SIGTERM answers what was accepted and ends; SIGHUP reads keys and certificates again.
 
     \b
     Example:  throughline serve gpt=my/gpt-onnx bert=my/bert-onnx
     Then:     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
-    from ..core.console import warn
-    from ..inference.serving.accounts import ServerLimits, Telemetry, Traces, read_keys
+    from ..core.console import log, warn
+    from ..inference.serving.accounts import ServerLimits, Telemetry, Traces
     from ..inference.serving.catalogue import Catalogue
-    from ..inference.serving.listen import LOOPBACK, bind, run
+    from ..inference.serving.keys import read_keys, replace_keys
+    from ..inference.serving.listen import LOOPBACK, ReloadedFile, bind, run
     from ..inference.serving.server import Server, build_app
 
+    if given["follow"]:
+        what, why = "no such option: --follow", "it is called --watch now, and takes any kind of model"
+        raise WrongUse(what, why=why, fix="give --watch")
     if not (paths or models_dir):
         raise WrongUse("there is no model to serve", fix="give the path of one, or --models-dir")
     tls = given["tls_cert"], given["tls_key"]
@@ -133,17 +164,29 @@ def command(
     given["speculate"] = given["speculate"] or (DRAFTED if given["draft"] else 0)
     limits = {name: given[name] for _, name, *_ in LIMITS}
     bounds = ServerLimits(**limits, share_prefixes=given["share_prefixes"])
-    keys = read_keys(given["api_key_file"], os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
+    key_file = given["api_key_file"]
+
+    def read() -> "list[Key]":
+        return read_keys(key_file, os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
+
+    keys = read()
     if models_dir and not keys and host not in LOOPBACK:
         fix = "give --api-key-file, or listen on 127.0.0.1"
         raise WrongUse("models may not be loaded by everybody", where="--models-dir", fix=fix)
+    if models_dir and keys and not any("admin" in key.scopes for key in keys):
+        warn("no API key may load or unload models: add scopes=inference,admin to a line of --api-key-file")
     if not keys and host not in LOOPBACK:
         warn(f"whoever reaches {host}:{port} may use the models: give --api-key-file, or listen on 127.0.0.1")
     # A web page whose name its owner points at this machine would otherwise reach a server that asks for no key.
     known = (*LOOPBACK, *map(str.lower, given["hosts"])) if host in LOOPBACK and not keys else ()
     traces = Traces(given["otlp"]).note if given["otlp"] else None
-    telemetry = Telemetry(sys.stderr if given["access_log"] else None, traces)
-    catalogue = Catalogue(paths, bounds, options, given["follow"], models_dir)
+    telemetry = Telemetry(log if given["access_log"] else None, traces)
+    catalogue = Catalogue(paths, bounds, options, given["watch"], models_dir)
     listener = bind(host, port)  # before the models: a taken port is known at once
+    configure_log(given["log_format"] or ("text" if sys.stderr.isatty() else "json"), given["log_level"])
     server = Server(catalogue, bounds, telemetry)
-    run(build_app(server, keys, given["cors"], known), server, listener, tls)
+    app = build_app(server, keys, given["cors"], known, given["open_metrics"])
+    key_files = (
+        [ReloadedFile("the API keys", [key_file], lambda: replace_keys(keys, read()))] if key_file else []
+    )
+    run(app, server, listener, tls, key_files)

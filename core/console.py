@@ -6,40 +6,196 @@ On a terminal progress is a live bar; elsewhere a plain line every `PLAIN_EVERY_
 
 import contextlib
 import functools
+import io
 import json
 import os
+import queue
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 PLAIN_EVERY_S = 10.0
-_settings = {"json": False, "quiet": False}
+LEVELS = ("info", "warning", "error")
+WAITING_LINES = 10_000  # of stderr, some 3 MB, while a background thread writes the ones before them
+LAST_LINES_S = 1.0  # that the end of a command waits for lines that are not written yet
+_settings: dict[str, Any] = {"json": False, "quiet": False, "log_format": "text", "log_level": "info"}
 
 
 def configure(*, json_output: bool = False, quiet: bool = False) -> None:
-    """Set by the command line before a command runs."""
-    _settings.update(json=json_output, quiet=quiet)
+    """Set by the command line before a command runs; the log is text of all levels until `configure_log`."""
+    _settings.update(json=json_output, quiet=quiet, log_format="text", log_level="info")
+
+
+def configure_log(log_format: str, log_level: str) -> None:
+    """Write stderr as "json" lines or as "text", from this level of LEVELS on."""
+    _settings.update(log_format=log_format, log_level=log_level)
+
+
+def log_settings() -> tuple[str, str]:
+    """Format and level of the log, for a process that is to write as this one does."""
+    return _settings["log_format"], _settings["log_level"]
 
 
 def say(text: str) -> None:
     """A line for the person who watches."""
     if not _settings["quiet"]:
-        write_line(text)
+        log("info", text)
 
 
 def warn(text: str) -> None:
     """A line that must be seen."""
-    write_line(f"warning: {text}")
+    log("warning", text)
 
 
 warn_once = functools.cache(warn)  # the same text once a process
 
 
-def write_line(text: str) -> None:
-    """A line on stderr. A reader or a terminal that has gone is no reason to stop serving or training."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+def log(level: str, message: str = "", **fields: Any) -> None:
+    """Write one line of this level to stderr: a JSON object with `time` and `level`, or text. Never raises."""
+    if LEVELS.index(level) < LEVELS.index(_settings["log_level"]):
+        return
+    if _settings["log_format"] == "json":
+        write_line(_json_line(level, message, fields))
+        return
+    values = [f"{name}={value}" for name, value in fields.items()]
+    prefix = "" if level == "info" else f"{level}: "
+    write_line(prefix + " ".join([message, *values] if message else values))
+
+
+def _json_line(level: str, message: str, fields: dict[str, Any]) -> str:
+    line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "level": level}
+    if message:
+        line["message"] = message
+    return json.dumps(line | fields, ensure_ascii=False, default=str)
+
+
+def write_line(line: str) -> None:
+    """Print a line. Stderr that cannot be written is no reason to stop serving or training, nor not to stop."""
+    if sys.stderr is None:  # closed when the process began
+        return
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+class LossyStderr(io.RawIOBase):
+    """Standard error whose writes never raise: what the system refuses (a full disk, a limit on the size of files, a
+    terminal that has gone) is dropped and counted in `dropped`. Between `start` and `stop` a thread writes, so that a
+    pipe that nobody reads holds nobody up; lines beyond WAITING_LINES are dropped.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[bytes | None] | None = None
+        self._thread: threading.Thread | None = None
+        self.dropped = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any) -> int:
+        written = bytes(data)
+        lines = self._as_json(written) if _settings["log_format"] == "json" else written
+        if self._waiting is None:
+            self._write(lines)
+        else:
+            try:
+                self._waiting.put_nowait(lines)
+            except queue.Full:
+                self.dropped += 1
+        return len(written)
+
+    def start(self) -> None:
+        """Let a thread write from now on."""
+        self._waiting = queue.Queue(WAITING_LINES)
+        self._thread = threading.Thread(target=self._drain, args=(self._waiting,), daemon=True, name="stderr")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write directly again, after the lines that are waiting, if those can be written soon."""
+        assert self._waiting is not None and self._thread is not None
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(LAST_LINES_S)
+        if not self._thread.is_alive():  # else nobody reads, and a direct write would wait for ever
+            self._waiting = None
+
+    def _drain(self, waiting: "queue.Queue[bytes | None]") -> None:
+        while (lines := waiting.get()) is not None:
+            self._write(lines)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            self.dropped += 1
+
+    def _as_json(self, data: bytes) -> bytes:
+        """Put what libraries print into JSON lines like our own."""
+        lines = []
+        for line in data.decode("utf-8", "replace").splitlines():
+            if line.startswith("{"):
+                lines.append(line)
+            elif line.strip():
+                lines.append(_json_line("info", line, {}))
+        return "".join(f"{line}\n" for line in lines).encode()
+
+
+@contextlib.contextmanager
+def guarded_stderr() -> Iterator[None]:
+    """Let no print to stderr raise, whoever prints, while the block runs."""
+    before = sys.stderr
+    try:
+        descriptor = before.fileno()
+        before.flush()
+    except (AttributeError, OSError, ValueError):  # closed, or no file: that of a test
+        yield
+        return
+    raw: Any = LossyStderr(descriptor)
+    sys.stderr = io.TextIOWrapper(raw, before.encoding, "backslashreplace", line_buffering=True)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+def lossy_stderr() -> LossyStderr | None:
+    """The stream that `guarded_stderr` has put in the place of stderr, if it has."""
+    found = getattr(sys.stderr, "buffer", None)
+    return found if isinstance(found, LossyStderr) else None
+
+
+@contextlib.contextmanager
+def background_stderr() -> Iterator[None]:
+    """Let a thread write stderr while the block runs: a server must not wait for whoever reads its log."""
+    stream = lossy_stderr()
+    if stream is None:
+        yield
+        return
+    stream.start()
+    try:
+        yield
+    finally:
+        stream.stop()
+
+
+def dropped_lines() -> int:
+    """Lines of stderr that were lost so far."""
+    stream = lossy_stderr()
+    return 0 if stream is None else stream.dropped
+
+
+def fail(error: BaseException) -> None:
+    """The error that ends a command."""
+    log("error", str(error))
 
 
 def result(payload: dict[str, Any], lines: Iterable[str] = ()) -> None:

@@ -1,31 +1,29 @@
-"""What a server holds at once and for whom (bounds of requests, API keys), and what it measures of each: Prometheus
-metrics, one access-log line, and OpenTelemetry's traces (an extra, nothing of which is imported without it). None of
-them holds text of a request.
+"""What a server holds at once, and what it measures of each request: Prometheus metrics, one access-log line, and
+OpenTelemetry's traces (an extra, nothing of which is imported without it). None of them holds text of a request.
 """
 
-import contextlib
-import hashlib
-import hmac
-import json
-import math
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Any
 
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.exceptions import HTTPException
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ...core.artifact import version
+from ...core.console import dropped_lines
 from ...core.errors import WrongUse, extra
+from .keys import Key
 
-KEY_LINE = "give a text file with one key a line, and behind it if need be name=NAME priority=N places=N per_minute=N"
 FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PARENT = "traceparent"  # W3C's header, by which a caller's trace goes on here
+ERROR_CHARACTERS = 200  # of an error's first sentence, in the access log
 Trace = Callable[["Watch", str, int, dict[str, Any]], None]  # takes a request, its route, its status and more
+Log = Callable[..., None]  # takes a level and the fields of a line, as `console.log`
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class ServerLimits:
     max_n: int = 128
     request_s: float = 600.0  # from the first byte of a body to the last of the answer
     body_s: float = 30.0  # for the client to send its body
-    load_s: float = 1800.0  # for a model to be opened
-    hang_s: float = 60.0  # in which a model's process must say that it lives
+    load_s: float = 1800.0  # for a model to be opened, and for one step of it
+    hang_s: float = 60.0  # between two heartbeats of a model's process
     drain_s: float = 5.0  # between SIGTERM and the closing of the port
     share_prefixes: bool = False  # of prompts, among keys
 
@@ -57,82 +55,58 @@ class ServerLimits:
 LIMITS = ServerLimits()
 
 
-def later(status: int, what: str, wait_s: int) -> HTTPException:
-    """A refusal that says when to come back."""
-    return HTTPException(status, f"{what}; try again in {wait_s} s", {"Retry-After": str(wait_s)})
+class ModelMetrics:
+    """Collector of gauges and counters of the models, which are read when Prometheus asks.
+
+    `models` returns those that are served now, `totals` has the counters of every name that was ever served.
+    """
+
+    def __init__(self, models: Callable[[], list[Any]], totals: Mapping[str, Any]) -> None:
+        self._models, self._totals = models, totals
+
+    def collect(self) -> Iterator[Metric]:
+        """The values of now, by Prometheus's client."""
+        models = self._models()
+        for name, text, value in MODEL_GAUGES:
+            gauge = GaugeMetricFamily(f"throughline_{name}", text, labels=["model"])
+            for model in models:
+                gauge.add_metric([model.name], value(model))
+            yield gauge
+        for name, text, attribute in MODEL_COUNTERS:
+            counter = CounterMetricFamily(f"throughline_{name}", text, labels=["model"])
+            for model_name, totals in self._totals.items():
+                counter.add_metric([model_name], getattr(totals, attribute))
+            yield counter
+        lost = "Lines of stderr that could not be written."
+        yield CounterMetricFamily("throughline_log_lines_dropped", lost, value=dropped_lines())
 
 
-class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
-    """Who asks: one API key, or everybody where none is needed."""
-
-    name: str = ""  # for the access log
-    priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0  # the higher, the earlier
-    places: Annotated[int, msgspec.Meta(ge=1)] | None = None  # for answers in work and waiting; None = all
-    per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None  # requests
-
-    def __post_init__(self) -> None:
-        self.digest = b""
-        self.held = 0  # answers accepted and not given
-        self.free_s = 0.0  # when all requests so far are paid for
-
-    @classmethod
-    def of(cls, text: str, **settings: str) -> "Key":
-        """The key of this text. Raises msgspec.ValidationError for what is no setting."""
-        key = msgspec.convert(settings, cls, strict=False)
-        key.digest = hashlib.sha256(text.encode()).digest()
-        return key
-
-    def begin(self) -> None:
-        """Count a request. Raises HTTPException 429 beyond those of a minute."""
-        if self.per_minute is not None:
-            now_s = time.monotonic()
-            free_s = max(self.free_s, now_s) + 60 / self.per_minute
-            if free_s - now_s > 60:
-                what = f"this key may send {self.per_minute} requests a minute"
-                raise later(429, what, math.ceil(free_s - now_s - 60))
-            self.free_s = free_s
-
-    def take(self, answers: int) -> None:
-        """Count answers that are accepted. Raises HTTPException 429 beyond the key's places, WrongUse beyond all."""
-        if self.places is not None and self.held + answers > self.places:
-            if answers > self.places:
-                raise WrongUse(
-                    "too many answers for this key in one request", why=f"{answers} > {self.places}"
-                )
-            raise later(429, f"{self.held} of this key's {self.places} places are taken", 1)
-        self.held += answers
-
-
-def find_key(keys: Sequence[Key], authorization: str) -> Key | None:
-    """Whose key a header holds. All are compared, in constant time: no time tells how much was right."""
-    kind, _, given = authorization.partition(" ")
-    digest = hashlib.sha256(given.strip().encode()).digest()
-    found = [key for key in keys if hmac.compare_digest(digest, key.digest)]
-    return found[0] if found and kind.lower() == "bearer" else None
-
-
-def read_keys(file: Path | None, variable: str | None, places: int) -> list[Key]:
-    """API keys of a file (a line each, # begins a comment) and a variable (commas between). Raises WrongUse."""
-    keys = [Key.of(text.strip()) for text in (variable or "").split(",") if text.strip()]
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file else []
-        found = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-        keys += [Key.of(text, **dict(one.partition("=")[::2] for one in rest)) for text, *rest in found]
-    except (OSError, UnicodeDecodeError, msgspec.ValidationError, TypeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise WrongUse("the API keys cannot be read", where=file or "", why=why, fix=KEY_LINE) from error
-    if file and not found:
-        raise WrongUse("there is no API key in the file", where=file, fix=KEY_LINE)
-    for key in keys if len(keys) > 1 else ():
-        key.places = key.places or max(1, places // 2)  # none fills more unless its line says so
-    return keys
+MODEL_GAUGES: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
+    ("num_requests_waiting", "Answers accepted and not begun.", lambda model: model.count("queued")),
+    ("num_requests_running", "Answers in the making.", lambda model: model.count("active")),
+    ("queue_limit", "Most answers that may wait.", lambda model: model.limits.queue * len(model.remotes)),
+    (
+        "kv_cache_usage_perc",
+        "Share of the key-value cache in use; 1 is full.",
+        lambda model: model.cache_usage,
+    ),
+    ("max_model_len", "Tokens of the longest sequence.", lambda model: model.facts.get("context", 0)),
+    ("model_ready", "1 while the model takes requests.", lambda model: float(model.ready)),
+)
+MODEL_COUNTERS = (
+    ("worker_restarts", "Processes that ended and were started again.", "restarts"),
+    ("failed_requests", "Answers that the model failed to give.", "failed"),
+    ("spec_decode_draft_tokens", "Tokens that were guessed ahead.", "guessed"),
+    ("spec_decode_accepted_tokens", "Of them, those that the model chose.", "right"),
+    ("watch_failures", "Versions of a watched path that could not be read or opened.", "watch_failures"),
+)
 
 
 class Telemetry:
     """The metrics of one server, and where its access log and its traces go (None: nowhere)."""
 
-    def __init__(self, log: TextIO | None = None, trace: "Trace | None" = None) -> None:
-        self._log, self.trace = log, trace
+    def __init__(self, log: Log | None = None, trace: "Trace | None" = None) -> None:
+        self.log, self.trace = log, trace
         self.registry = CollectorRegistry()
         in_registry: dict[str, Any] = {"registry": self.registry}
         by_model = in_registry | {"labelnames": ["model"]}
@@ -142,35 +116,30 @@ class Telemetry:
 
         text = "Requests answered, by endpoint and status."
         self.requests = Counter("throughline_requests", text, ["endpoint", "status"], **in_registry)
-        self.duration = seconds("request", "Seconds from a request to the end of its answer.", "endpoint")
-        self.queue = seconds("queue", "Seconds from a request to the beginning of its work.")
-        self.compute = seconds("compute", "Seconds from the beginning of a request's work to its end.")
+        text = "Seconds from a request to the end of its answer."
+        self.duration = seconds("request_duration", text, "endpoint")
+        self.queue = seconds("request_queue_time", "Seconds from a request to the beginning of its work.")
+        self.compute = seconds("request_inference_time", "Seconds from the beginning of its work to its end.")
         self.first = seconds("time_to_first_token", "Seconds from a request to its first token.")
-        self.between = seconds("inter_token", "Seconds between two tokens of one answer.")
+        self.between = seconds("inter_token_latency", "Seconds between two tokens of one answer.")
         self.batch = Histogram("throughline_batch_size", "Rows computed together.", buckets=SIZES, **by_model)
         self.prompt_tokens = Counter("throughline_prompt_tokens", "Tokens read.", **by_model)
-        self.cached_tokens = Counter("throughline_cached_tokens", "Of them, those known before.", **by_model)
-        self.made_tokens = Counter("throughline_generated_tokens", "Tokens generated.", **by_model)
-        self.gone = Counter("throughline_cancelled", "Answers given up: the client left.", **by_model)
-        self.states = {
-            Gauge("throughline_queued", "Answers accepted and not begun.", **by_model): "queued",
-            Gauge("throughline_active", "Answers in the making.", **by_model): "active",
-            Gauge("throughline_restarts_total", "Starts of dead processes.", **by_model): "restarts",
-            Gauge("throughline_failed_total", "Answers that the model failed to give.", **by_model): "failed",
-            Gauge("throughline_guessed_total", "Tokens that were guessed ahead.", **by_model): "guessed",
-            Gauge("throughline_guessed_right_total", "Of them, those taken.", **by_model): "right",
-        }
+        text = "Of the prompt tokens, those that the prefix cache held."
+        self.cached_tokens = Counter("throughline_prefix_cache_hit_tokens", text, **by_model)
+        self.made_tokens = Counter("throughline_generation_tokens", "Tokens generated.", **by_model)
+        text = "Answers given up: the client left."
+        self.gone = Counter("throughline_cancelled_requests", text, **by_model)
+        build = Info("throughline_build", "Versions of this server.", **in_registry)
+        build.info({"version": version(), "python": platform.python_version()})
         # A metric with its labels; remembered, because looking it up costs more than counting.
         self.of = lru_cache(None)(lambda metric, *labels: metric.labels(*labels))
 
-    def page(self, models: list[Any]) -> bytes:
-        for metric, value in self.states.items():
-            metric.clear()  # of models that are served no more
-            for model in models:
-                metric.labels(model.name).set(model.count(value))
+    def page(self) -> bytes:
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:
+        """Count a request that has ended, and write its line of the access log."""
         now_s = time.monotonic()
         self.of(self.requests, endpoint, str(status)).inc()
         self.of(self.duration, endpoint).observe(now_s - watch.came_s)
@@ -178,17 +147,16 @@ class Telemetry:
             watch.of(self.cached_tokens).inc(watch.cached)
         if self.trace is not None:
             self.trace(watch, endpoint, status, said)
-        if self._log is None:
+        if self.log is None:
             return
-        line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
-        line |= {"status": status, "model": watch.model, "fault": watch.fault, "key": watch.key.name or None}
+        line = said | {"status": status, "model": watch.model, "fault": watch.fault}
+        line |= {"error": watch.error, "param": watch.param, "key": watch.key.name or None}
         line |= {"prompt_tokens": watch.prompt_tokens, "generated_tokens": watch.made}
         line["cached_tokens"] = watch.cached or None
         for name, at_s in (("ms", now_s), ("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
             line[name] = None if at_s is None else round(1000 * (at_s - watch.came_s), 1)
         known = {name: value for name, value in line.items() if value is not None}
-        with contextlib.suppress(BrokenPipeError):  # nobody reads the log: the requests go on
-            print(json.dumps(known), file=self._log, flush=True)
+        self.log("warning" if status >= 500 else "info", **known)
 
 
 @dataclass
@@ -208,7 +176,13 @@ class Watch:
     began_s: float | None = None
     first_s: float | None = None
     fault: str | None = None  # the name of an error that is ours
+    error: str | None = None  # of a refused request: the first sentence of what it was told
+    param: str | None = None  # and the field that it names
     last_s: dict[int, float] = field(default_factory=dict)  # the last token of each answer
+
+    def refused(self, error: str, param: str | None = None) -> None:
+        """Note why the request is refused, for the access log."""
+        self.error, self.param = error[:ERROR_CHARACTERS], param
 
     def of(self, metric: Any) -> Any:
         assert self.model is not None

@@ -53,9 +53,30 @@ class Body(Strict):
 
 
 class ModelBody(Body, kw_only=True):
-    """POST /models/load and /models/unload."""
+    """POST /models/unload."""
 
     model: Annotated[str, Meta(min_length=1, description="A name from /v1/models.")]
+
+
+class LoadBody(Body, kw_only=True):
+    """POST /models/load."""
+
+    model: Annotated[str, Meta(min_length=1, description="A name from /v1/models.")] | None = None
+    name: (
+        Annotated[str, Meta(min_length=1, description="The same, where `path` says what it means.")] | None
+    ) = None
+    path: Annotated[str, Meta(min_length=1, description="What to serve by this name from now on.")] | None = (
+        None
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The name. Raises WrongUse without one, or with two."""
+        if (self.name is None) == (self.model is None):
+            raise WrongUse(
+                "which model?", where="name", fix='give {"model": NAME}, or {"name": NAME, "path": PATH}'
+            )
+        return self.name or self.model or ""
 
 
 class StreamOptions(Strict):

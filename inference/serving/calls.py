@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache, wraps
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -22,9 +23,10 @@ from starlette.routing import Route
 from ...core.console import say
 from ...core.errors import Failed, ThroughlineError, WrongUse, did_you_mean
 from ...core.hardware import usable_cores
-from .accounts import ServerLimits, Telemetry, Watch, later
+from .accounts import ModelMetrics, ServerLimits, Telemetry, Watch
 from .api_types import Body, Ids, Text, Texts
 from .catalogue import Catalogue
+from .keys import later
 from .served import CHATTING, TOKENISING, ServedModel
 
 INLINE = 4000  # characters or numbers, that the event loop reads or writes in a millisecond
@@ -65,11 +67,18 @@ def told(error: HTTPException | ThroughlineError) -> Response:
     return json_response(error_body(status, message, param), status)
 
 
+class NamedBody(msgspec.Struct):
+    """The model that a body names, whatever else it holds."""
+
+    model: str | None = None
+
+
 class Server:
     """The models and what all endpoints share."""
 
     def __init__(self, catalogue: Catalogue, limits: ServerLimits, telemetry: Telemetry) -> None:
         self.catalogue, self.limits, self.telemetry = catalogue, limits, telemetry
+        telemetry.registry.register(ModelMetrics(lambda: catalogue.models, catalogue.totals))
         self.draining = asyncio.Event()
         self.held = 0  # bytes of all bodies that are held now
         self.failure: ThroughlineError | None = None
@@ -80,14 +89,15 @@ class Server:
         return self.catalogue.models
 
     async def start(self) -> None:
-        """Start all models; says that they serve, or notes the `failure` of one."""
+        """Start all models and say which are served; note the `failure` of the first when none can be."""
         try:
             await self.catalogue.start()
-            names = ", ".join(model.name for model in self.models) or "no model yet"
-            say(f"serving {names} at {self.place}")
         except Exception as error:  # whatever it is, nothing is served: the command ends with it
             failed = Failed("a model cannot be served", why=f"{type(error).__name__}: {error}")
             self.failure = error if isinstance(error, ThroughlineError) else failed
+            return
+        names = ", ".join(model.name for model in self.models if model.failure is None) or "no model yet"
+        say(f"serving {names} at {self.place}")
 
     async def take(self, request: Request) -> bytearray:
         """The body of a request. Raises HTTPException: 413 too large, 408 it does not come, 503 too much is held."""
@@ -113,6 +123,14 @@ class Server:
             raise HTTPException(408, f"the body did not come within {limits.body_s:g} s") from None
         watch.body_read = True
         return come
+
+    def named(self, body: bytes | bytearray) -> str | None:
+        """The served model that a body names, of one that is refused: for the log."""
+        with suppress(*UNREADABLE):
+            name = msgspec.json.decode(body, type=NamedBody).model
+            if any(model.name == name for model in self.models):
+                return name
+        return None
 
     def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
         """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or WrongUse."""
@@ -203,7 +221,12 @@ def with_body(server: Server, path: str, endpoint: Callable[..., Coroutine[Any, 
         if not re.fullmatch(r"application/(.+\+)?json", said):
             fix = "send the header Content-Type: application/json"
             raise WrongUse("the body is not said to be JSON", where="body", fix=fix)
-        return await endpoint(request, read(kind, raw, server.limits))
+        try:
+            body = read(kind, raw, server.limits)
+        except WrongUse:
+            request.state.watch.model = server.named(raw)
+            raise
+        return await endpoint(request, body)
 
     return Route(path, answer, methods=["POST"])
 

@@ -89,8 +89,15 @@ class Made(msgspec.Struct, array_like=True):
     deltas: list[TextDelta]
 
 
+class Beat(msgspec.Struct, tag=True):
+    """Heartbeat of a model's process, once a second whatever else it does."""
+
+    busy_s: float  # that the present step has taken so far; 0 between two steps
+    cache_usage: float = 0.0  # share of the key-value cache that holds tokens
+
+
 class Turn(msgspec.Struct, tag=True):
-    """What a step of a batch made; nothing is a sign of life."""
+    """What a step of a batch made."""
 
     made: list[Made]
     guessed: int = 0  # tokens ahead
@@ -107,7 +114,7 @@ class Read(msgspec.Struct, tag=True):
     batch: int
 
 
-Message = Open | Ask | Cancel | Ready | Broken | Turn | Read
+Message = Open | Ask | Cancel | Ready | Broken | Beat | Turn | Read
 
 
 def _plain(array: np.ndarray) -> tuple[Any, ...]:

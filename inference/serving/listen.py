@@ -1,5 +1,7 @@
 """The port: bound before anything is loaded, with deadlines for connections, TLS, and a drain that loses nothing.
 
+SIGHUP, or another content of the files, reads API keys and TLS certificates again; no connection is dropped.
+
 SIGTERM: `/ready` turns 503 and answers say `Connection: close`, but requests are still taken for some seconds,
 in which load balancers look elsewhere; then no new connection is made, those that the kernel has made are taken
 up, the port closes, what was accepted is answered, and the process ends with 0. SIGINT leaves the seconds out.
@@ -13,9 +15,11 @@ import json
 import resource
 import signal
 import socket
+import ssl
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +28,8 @@ import uvloop
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ...core.console import say
-from ...core.errors import Failed, WrongUse
+from ...core.console import background_stderr, say, warn
+from ...core.errors import Failed, ThroughlineError, WrongUse
 from .calls import Server, error_body
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -37,6 +41,10 @@ LINE_BYTES = 512  # that each of its lines counts besides
 PIECE_BYTES, LACKING_BYTES = 64, 1 << 13
 PIPELINED = 16  # requests that may come before the first of them is answered
 CONNECTIONS, OWN_FILES = 4096, 64
+MOST_FILES = 10_240  # that macOS lets a process open, whatever its hard limit says
+LOOK_TICKS = (
+    10  # of uvicorn, a tenth of a second each, between two looks at the files of keys and certificates
+)
 BACKLOG = 1024  # connections that one turn of the loop takes up, some 50 us each
 BODY_S = 45.0  # for its body, whoever reads it: longer than `body_s`, whose end is an answer
 UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
@@ -206,46 +214,144 @@ class Reading(asyncio.BufferedProtocol):
         self._inner.data_received(self._place[:nbytes])
 
 
+Stamp = tuple[int, int, int] | None
+
+
+@dataclass
+class ReloadedFile:
+    """Files that are read while the server runs: what they are called, and what reads them again and says so."""
+
+    name: str
+    paths: Sequence[Path]
+    read: Callable[[], None]  # raises WrongUse for what cannot be used, and changes nothing then
+
+    def __post_init__(self) -> None:
+        self._seen = self._stamps()
+
+    def changed(self) -> bool:
+        """Whether one of the files is another one than at the last call."""
+        stamps = self._stamps()
+        differs, self._seen = stamps != self._seen, stamps
+        return differs
+
+    def reload(self) -> None:
+        """Read the files again; what they held stays in use when that fails."""
+        try:
+            self.read()
+        except (ThroughlineError, OSError) as error:
+            warn(f"{self.name} were not read again, the older ones stay in use: {error}")
+        else:
+            say(f"{self.name} were read again")
+
+    def _stamps(self) -> list[Stamp]:
+        return [_stamp(path) for path in self.paths]
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn, ending with exit code 0 after a drain instead of dying of the signal."""
 
-    def __init__(self, config: uvicorn.Config, server: Server, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server: Server,
+        listener: socket.socket,
+        reloaded: Sequence[ReloadedFile] = (),
+    ) -> None:
         super().__init__(config)
         self._server, self._listener, self._closing = server, listener, False
+        self._reloaded = reloaded
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         asyncio.get_running_loop().call_soon_threadsafe(self._drain, sig)
 
+    def reload(self) -> None:
+        """Read keys and certificates again."""
+        for files in self._reloaded:
+            files.changed()
+            files.reload()
+
     def _drain(self, number: int) -> None:
-        if self._server.draining.is_set() or number == signal.SIGINT:
+        again = self._server.draining.is_set()
+        self._server.draining.set()
+        if again or number == signal.SIGINT:
             self.force_exit = self._closing  # a signal after the port has closed ends it at once
             self._close()
         else:
             seconds = self._server.limits.drain_s
             asyncio.get_running_loop().call_later(seconds, self._close)
             say(f"draining: the port closes in {seconds:g} s, accepted requests are answered")
-        self._server.draining.set()
 
     async def on_tick(self, counter: int) -> bool:
+        if counter % LOOK_TICKS == 0 and self._reloaded:
+            await self._look()
         return self._server.failure is not None or await super().on_tick(counter)
+
+    async def _look(self) -> None:
+        """Read files again that have changed. A file system that does not answer holds no request up."""
+        for files in self._reloaded:
+            if await asyncio.to_thread(files.changed):
+                files.reload()
 
     def _close(self) -> None:
         if not self._closing:
             self._closing = True
-            say("the port closes; accepted requests are answered")
             refuse_new(self._listener)
             asyncio.get_running_loop().call_later(TAKE_UP_S, setattr, self, "should_exit", True)
+            say("the port closes; accepted requests are answered")
 
 
 def connections() -> int:
-    """Let this process open all files that it may; how many connections they allow."""
+    """Let this process open as many files as it may; how many connections they allow."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return CONNECTIONS if most < 0 else min(CONNECTIONS, most - OWN_FILES)  # -1 is as many as it likes
+    unlimited = most == resource.RLIM_INFINITY
+    for files in [most, MOST_FILES] if unlimited or most > MOST_FILES else [most]:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+        except (ValueError, OSError):  # macOS refuses what is above its own maximum
+            continue
+        return CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files - OWN_FILES)
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(CONNECTIONS, max(1, soft - OWN_FILES))
 
 
-def run(app: Starlette, server: Server, listener: socket.socket, tls: Sequence[Path | None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or Nones. Raises as opening did."""
+def read_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    """Let new connections have this certificate. Raises WrongUse when it and its key do not fit together."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:
+        raise bad_certificate(error, certificate) from error
+    context.load_cert_chain(certificate, key)
+
+
+def bad_certificate(error: OSError, certificate: Path | str) -> WrongUse:
+    """The error of a certificate or key that cannot be used."""
+    why = str(getattr(error, "reason", None) or error.strerror or error).replace("_", " ").lower()
+    fix = "give a chain of certificates and the private key of its first one, both in PEM"
+    return WrongUse("TLS cannot begin", where=certificate, why=why, fix=fix)
+
+
+def run(
+    app: Starlette,
+    server: Server,
+    listener: socket.socket,
+    tls: Sequence[Path | None],
+    reloaded: Sequence[ReloadedFile] = (),
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. `tls`: a certificate and its key, or Nones; they and the files of
+    `reloaded` are read again when they change. Raises as opening did.
+    """
     how: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": Reading}
     # no line for each request that is no HTTP: a client could fill the disk with them
     how |= {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
@@ -255,19 +361,30 @@ def run(app: Starlette, server: Server, listener: socket.socket, tls: Sequence[P
     try:
         config.load()
     except OSError as error:  # of a file, or what it holds
-        why = str(getattr(error, "reason", None) or error.strerror or error).replace("_", " ").lower()
-        fix = "give a chain of certificates and the private key of its first one, both in PEM"
-        raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=fix) from error
+        raise bad_certificate(error, config.ssl_certfile or "") from error
+    certificate, key = tls
+    if certificate is not None and key is not None:
+        context = config.ssl
+        assert context is not None
+
+        def read_again() -> None:
+            read_certificate(context, certificate, key)
+
+        reloaded = [
+            *reloaded,
+            ReloadedFile("the TLS certificate and its key", [certificate, key], read_again),
+        ]
     host, port = listener.getsockname()[:2]
     server.place = place = (
         f"{'https' if config.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/"
     )
     names = ", ".join(model.name for model in server.models) or "no model"
-    say(f"loading {names}; {place}health answers, {place}ready says when the models do")
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(DrainingServer(config, server, listener).serve(sockets=[listener]))
-    except SystemExit as error:  # of uvicorn, with a code that means something else here
-        raise Failed("the server did not start", why="what uvicorn printed is above") from error
+    with background_stderr():
+        say(f"loading {names}; {place}health answers, {place}ready says when the models do")
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(DrainingServer(config, server, listener, reloaded).serve(sockets=[listener]))
+        except SystemExit as error:  # of uvicorn, with a code that means something else here
+            raise Failed("the server did not start", why="what uvicorn printed is above") from error
     if server.failure is not None:
         raise server.failure

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from starlette.exceptions import HTTPException
 
 from ...core.errors import Refused, ThroughlineError, WrongUse
 from ...data.chat import ChatTemplate
@@ -38,16 +39,16 @@ class ServedModel:
     def __init__(self, name: str, remotes: Sequence[Remote], limits: ServerLimits) -> None:
         self.name, self.remotes, self.limits = name, remotes, limits
         self.facts: dict[str, Any] = {}  # none while it loads for the first time
-        self.checkpoint: Path | None = None  # of a run that is followed
+        self.failure: ThroughlineError | None = None  # why it could not be opened
+        self.checkpoint: Path | None = None  # of a run that is watched
         self.users = 0  # requests that have picked it and may ask it something yet
         self.chat: ChatTemplate | None = None
         self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: self.tokenizer.decode([token_id]))
 
-    async def start(self, checkpoint: Path | None = None) -> None:
-        """Start the processes, on this checkpoint if one is given. Raises what opening the model raised."""
-        self.checkpoint = checkpoint
+    async def start(self, place: Path | None = None) -> None:
+        """Start the processes, on what is at this place if one is given. Raises what opening the model raised."""
         for remote in self.remotes:
-            remote.path = str(checkpoint or remote.path)
+            remote.path = str(place or remote.path)
         facts, *others = await asyncio.gather(*(remote.open() for remote in self.remotes))
         facts["device"] = ", ".join([facts["device"], *(one["device"] for one in others)])
         path = Path(facts["tokenizer"])
@@ -71,16 +72,29 @@ class ServedModel:
 
     @property
     def ready(self) -> bool:
-        return any(remote.ready for remote in self.remotes)
+        """Whether one of its processes takes work and has sent a heartbeat lately."""
+        return any(remote.responsive for remote in self.remotes)
 
     def count(self, what: str) -> int:
-        """`accepted`, `queued`, `active`, `restarts`, `failed`, `guessed` or `right` of all processes."""
+        """`accepted`, `queued` or `active` of all processes."""
         return sum(getattr(remote, what) for remote in self.remotes)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the key-value caches that holds tokens."""
+        return sum(remote.cache_usage for remote in self.remotes) / len(self.remotes)
 
     def free(self, answers: int) -> Remote:
         """The process with the least to do that takes so many answers more. Raises HTTPException 503 or 429."""
+        if self.failure is not None:
+            why = "; ".join(part for part in (self.failure.what, self.failure.why) if part)
+            raise HTTPException(503, f"the model {self.name} could not be opened: {why}")
         refused = {remote: remote.refusal(answers) for remote in self.remotes}
-        best = min(self.remotes, key=lambda remote: (refused[remote] is not None, remote.cost))
+
+        def burden(remote: Remote) -> tuple[bool, bool, int]:
+            return refused[remote] is not None, not remote.responsive, remote.cost
+
+        best = min(self.remotes, key=burden)
         if (refusal := refused[best]) is not None:
             raise refusal
         return best
@@ -122,9 +136,14 @@ class ServedModel:
             "endpoints": self.endpoints,
             "mask_token": None if mask is None else self.token_text(mask),
             "ready": self.ready,
-            "status": {"value": "loaded" if self.facts else "loading"},
+            "status": self._status(),
             **({"checkpoint": self.checkpoint.name} if self.checkpoint else {}),
         }
+
+    def _status(self) -> dict[str, str]:
+        if self.failure is not None:
+            return {"value": "failed", "error": self.failure.what}
+        return {"value": "loaded" if self.facts else "loading"}
 
     # --- generating ---
 

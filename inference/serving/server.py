@@ -19,16 +19,17 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...core.artifact import version
 from ...core.console import warn
-from ...core.errors import ThroughlineError
-from .accounts import Key, Watch, find_key
-from .api_types import ModelBody
+from ...core.errors import ThroughlineError, WrongUse
+from .accounts import Watch
+from .api_types import LoadBody, ModelBody
 from .calls import Endpoint, Server, json_response, post, told, with_body
 from .completions import chat, completions, responses
+from .keys import Key, find_key
 from .readings import classify, detokenize, embed, embeddings, fill_mask, rank, rerank, score, tokenize
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
@@ -51,10 +52,21 @@ ENDPOINTS: dict[str, Endpoint] = {
 }
 
 
+# The scope that a key needs; any valid key may ask for what is neither here nor an endpoint of a model.
+SCOPE_OF = {"/metrics": "metrics", "/models/load": "admin", "/models/unload": "admin"}
+SCOPE_OF |= dict.fromkeys(ENDPOINTS, "inference")
+
+
 def build_app(
-    server: Server, keys: Sequence[Key] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()
+    server: Server,
+    keys: Sequence[Key] = (),
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    open_metrics: bool = False,
 ) -> Starlette:
-    """The application, with its models' life. `origins` of web pages may call, by the names `hosts` (none: any)."""
+    """The application, with its models' life. `origins` of web pages may call, by the names `hosts` (none: any);
+    `open_metrics`: /metrics needs no key. `keys` may change while it runs.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -68,16 +80,16 @@ def build_app(
     routes.append(Route("/openapi.json", json_response(openapi(routes)), methods=["GET"]))
     on_error: dict[Any, Any] = dict.fromkeys((HTTPException, ThroughlineError), _failed)
     layers = [Middleware(CORSMiddleware, origins, ["GET", "POST"], ["*"])] if origins else []
-    layers.append(Middleware(Guard, server, keys, hosts))
+    layers.append(Middleware(Guard, server, keys, hosts, routes, open_metrics))
     return Starlette(routes=routes, middleware=layers, exception_handlers=on_error, lifespan=lifespan)
 
 
 def _management(server: Server) -> list[Route]:
     """As llama.cpp's server has it, but for the answer to `load`, which waits for the model."""
 
-    async def load(request: Request, body: ModelBody) -> Response:
-        """Open a model by the name of its directory or file."""
-        await server.catalogue.load(body.model)
+    async def load(request: Request, body: LoadBody) -> Response:
+        """Open a model by the name of its directory or file; with `path` in the place of the one that has the name."""
+        await server.catalogue.load(body.served_name, body.path)
         return json_response({"success": True})
 
     async def unload(request: Request, body: ModelBody) -> Response:
@@ -98,18 +110,20 @@ def _status(server: Server) -> list[Route]:
         return json_response({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Every model answers; 503 while one loads or the server drains."""
-        waiting = [model.name for model in server.models if not model.ready]
+        """Every model that could be opened answers; 503 while one loads or the server drains."""
+        failed = {model.name: model.failure.what for model in server.models if model.failure is not None}
+        waiting = [model.name for model in server.models if not model.ready and model.name not in failed]
         draining = server.draining.is_set()
-        fit = not waiting and not draining
-        state: dict[str, Any] = {"ready": fit, "waiting_for": waiting, "draining": draining}
+        fit = not waiting and not draining and len(failed) < max(1, len(server.models))
+        state: dict[str, Any] = {"ready": fit, "waiting_for": waiting, "draining": draining, "failed": failed}
+        state["watch_errors"] = server.catalogue.watch_errors
         for name in ("accepted", "queued", "active"):
             state[name] = {model.name: model.count(name) for model in server.models}
         return json_response(state, 200 if fit else 503)
 
     async def metrics(request: Request) -> Response:
         """Prometheus's text format."""
-        return Response(server.telemetry.page(server.models), media_type="text/plain; version=0.0.4")
+        return Response(server.telemetry.page(), media_type="text/plain; version=0.0.4")
 
     async def list_models(request: Request) -> Response:
         """The models, and which endpoints take those that are served."""
@@ -156,10 +170,19 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
 class Guard:
     """The ASGI layer around the endpoints."""
 
-    def __init__(self, app: ASGIApp, server: Server, keys: Sequence[Key], hosts: Collection[str]) -> None:
-        self.app, self.server, self._keys = app, server, keys
+    def __init__(
+        self,
+        app: ASGIApp,
+        server: Server,
+        keys: Sequence[Key],
+        hosts: Collection[str],
+        routes: Sequence[Route],
+        open_metrics: bool,
+    ) -> None:
+        self.app, self.server, self._keys, self._routes = app, server, keys, routes
         self._everybody = Key()
         self._hosts = {*hosts}  # names by which it may be called, in lower case; none: by any
+        self._open = (*OPEN, "/metrics") if open_metrics else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -197,6 +220,7 @@ class Guard:
             self._let_in(scope, headers, watch)
             await self.app(scope, receive, answer)
         except HTTPException as error:
+            watch.refused(error.detail)
             await told(error)(scope, receive, answer)
         except Exception as error:
             watch.fault = type(error).__name__
@@ -206,7 +230,7 @@ class Guard:
                 await told(HTTPException(500, message))(scope, receive, answer)
         finally:
             self.server.held -= watch.held
-            path = getattr(scope.get("route"), "path", None)
+            path = getattr(scope.get("route"), "path", None) or self._endpoint(scope)
             client = (scope.get("client") or [None])[0]
             said = {"client": client, "method": scope["method"], "path": path or scope["path"][:200]}
             # 499: the client left before there was an answer
@@ -217,21 +241,36 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if self._hosts and re.sub(r":[0-9]*$", "", host) not in self._hosts:
             raise HTTPException(403, "this server is not called so; --allow-host NAME lets a name in")
-        if not self._keys or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in self._open or scope["method"] == "OPTIONS":
             return
-        key = find_key(self._keys, headers.get(b"authorization", b"").decode("latin-1"))
+        key = find_key(self._keys, headers.get(b"authorization", b""))
         if key is None:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
         watch.key = key
-        key.begin()
+        scope_needed = SCOPE_OF.get(scope["path"])
+        if scope_needed is not None:
+            key.allow(scope_needed)
+        if scope_needed == "inference":
+            key.begin()
+
+    def _endpoint(self, scope: Scope) -> str | None:
+        """The path of the endpoint that a request was meant for, of one that was refused before it got there."""
+        for route in self._routes:
+            if route.matches(scope)[0] != Match.NONE:
+                return route.path
+        return None
 
 
 async def _failed(request: Request, error: Any) -> Response:
     if getattr(error, "detail", "") == "Not Found":  # Starlette's own: no route
         path = request.url.path[:200]
         error.detail = f"there is no {path}; /openapi.json lists the endpoints, / is a page to try them"
-    response = told(error)
+    response, watch = told(error), request.state.watch
     if response.status_code == 500:
-        request.state.watch.fault = type(error).__name__
+        watch.fault = type(error).__name__
+    elif isinstance(error, WrongUse):
+        watch.refused(error.what, error.where or None)
+    else:
+        watch.refused(getattr(error, "detail", type(error).__name__))
     return response

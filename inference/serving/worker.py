@@ -9,6 +9,7 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -20,18 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import CausalBackend, EncoderBackend, Limits, log_softmax
-from ...core.console import warn
-from ...core.errors import Failed, ThroughlineError, WrongUse
+from ...core.backend import CausalBackend, EncoderBackend, Limits, Span, log_softmax, on_host
+from ...core.console import background_stderr, configure_log, guarded_stderr, warn
+from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_text_model
-from ..runtimes.bench import call_of
-from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
+from .channel import Ask, Beat, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
 from .generation import Grammars, Guide
 from .slots import NO_NUMBER, PREFIX_BYTES, SlotBatch, in_halves
 
-BEAT_MS = 1000  # between two signs of life
+BEAT_MS = 1000  # between two heartbeats
 TOLD_TOGETHER = 64  # tokens of an answer that nobody sees before it is whole
 TOKEN_S = 0.005  # by which each token that a request asks for delays it behind those that ask for less
 LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do
@@ -40,9 +40,10 @@ Making = Future[Guide] | None
 
 def serve(connection: socket.socket) -> None:
     """Answer until the other side ends."""
+    sending = threading.Lock()
 
     def say(*messages: Message) -> None:
-        with contextlib.suppress(OSError):  # the other side has ended: the reader notices
+        with contextlib.suppress(OSError), sending:  # the other side has ended: the reader notices
             connection.sendall(b"".join(map(pack, messages)))
 
     inbox = Inbox(connection)
@@ -57,16 +58,42 @@ def serve(connection: socket.socket) -> None:
         say(Broken.of(error, []))
         return
     say(Ready(model.describe()))
-    beat_s = 0.0
     # One thread reads and works: waking another one costs more than reading does.
-    while not inbox.ended:
-        if time.monotonic() - beat_s >= BEAT_MS / 1000:
-            beat_s = time.monotonic()
-            say(Turn([]))
-        for message in come + inbox.take(0 if come else model.patience_ms):
-            model.take(message)
-        come = []
-        model.turn()
+    with Heartbeat(model, say) as heartbeat:
+        while not inbox.ended:
+            messages = come + inbox.take(0 if come else model.patience_ms)
+            come = []
+            heartbeat.step_began_s = time.monotonic()
+            for message in messages:
+                model.take(message)
+            model.turn()
+            heartbeat.step_began_s = None
+
+
+class Heartbeat:
+    """Says once a second, from a thread of its own, that the process lives and how long its present step takes.
+
+    A long step (the first compilation of a shape, TensorRT's build of an engine, a long prompt on a slow CPU) is
+    thereby told from a process that has stopped; the HTTP process decides how long either may last.
+    """
+
+    def __init__(self, model: "WorkerModel", say: Callable[..., None]) -> None:
+        self._model, self._say = model, say
+        self._ended = threading.Event()
+        self.step_began_s: float | None = None  # monotonic
+
+    def __enter__(self) -> "Heartbeat":
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_MS / 1000):
+            began_s = self.step_began_s
+            busy_s = 0.0 if began_s is None else time.monotonic() - began_s
+            self._say(Beat(busy_s, self._model.engine.cache_usage))
 
 
 class CausalEngine(SlotBatch):
@@ -86,6 +113,12 @@ class CausalEngine(SlotBatch):
             if making is not None:
                 making.cancel()
 
+    @property
+    def cache_usage(self) -> float:
+        """Tokens that the sequences in the making hold, as a share of all places of the cache."""
+        held = sum(sequence.past for sequence in tuple(self._live))
+        return held / (self.slots * self.backend.context)
+
     def turn(self) -> list[Message]:
         """One step of work on what is queued and begun."""
         deltas, made = self.step(), []
@@ -103,6 +136,8 @@ class CausalEngine(SlotBatch):
 
 class EncoderEngine:
     """Batches texts of similar length, as many as the runtime takes; never waits for more to come."""
+
+    cache_usage = 0.0  # it has no cache
 
     def __init__(self, backend: EncoderBackend, pad_id: int, vocab_size: int) -> None:
         self._backend, self._pad_id, self._vocab_size = backend, pad_id, vocab_size
@@ -243,24 +278,48 @@ def open_draft(opening: Open, tokenizer: Tokenizer) -> CausalBackend:
 
 
 def warm_up(loaded: Loaded) -> list[str]:
-    """One forward: a model that cannot run is known before anybody asks. The names of an encoder's outputs."""
+    """Compute one forward: a model that cannot run, or gives no finite number, is known before anybody asks. Return the
+    names of an encoder's outputs. Raises Failed and Refused.
+    """
     try:
-        if loaded.encoder is not None:
-            loaded.encoder.lane()  # opened before somebody waits for it
-        found = call_of(loaded, tokens=2)()
+        outputs = first_outputs(loaded)
     except ThroughlineError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise Failed("the model failed on its first input", where=loaded.input.path, why=why) from error
-    return sorted(found) if loaded.encoder is not None else []
+    for name, values in outputs.items():
+        if values.size and not np.isfinite(values).any():
+            what, why = "the model computes no finite number", f"every value of its {name} is NaN or infinite"
+            fix = (
+                "try --dtype fp32; if that does not help, the weights hold NaN or infinite values: use others"
+            )
+            raise Refused(what, where=loaded.input.path, why=why, fix=fix)
+    return sorted(outputs) if loaded.encoder is not None else []
+
+
+def first_outputs(loaded: Loaded) -> dict[str, np.ndarray]:
+    """What a model computes of two tokens: an encoder's outputs, a GPT's `logits` of a step behind them."""
+    ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, 2))
+    if loaded.encoder is not None:
+        loaded.encoder.lane()  # opened before somebody waits for it
+        ask = np.zeros((1, 1), np.int64)
+        return loaded.encoder.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), ask)
+    backend = loaded.causal
+    assert backend is not None
+    cache = backend.new_cache(1)
+    backend.step([Span(0, 0, ids[0])], cache)
+    return {"logits": on_host(backend.step([Span(0, 2, ids[0, :1])], cache))}
 
 
 def main() -> None:
-    """`python -m throughline.inference.serving.worker FD`."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """`python -m throughline.inference.serving.worker FD LOG_FORMAT LOG_LEVEL`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    descriptor, *log_settings = sys.argv[1:]
+    configure_log(*log_settings)
+    with guarded_stderr(), background_stderr():
+        serve(socket.socket(fileno=int(descriptor)))
 
 
 if __name__ == "__main__":

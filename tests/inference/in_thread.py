@@ -16,9 +16,10 @@ import pytest
 import uvicorn
 from throughline.core.backend import BackendOptions
 from throughline.inference.serving import listen, remote, worker
-from throughline.inference.serving.accounts import Key, ServerLimits, Telemetry
+from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.channel import Open
+from throughline.inference.serving.keys import Key
 from throughline.inference.serving.server import Server, build_app
 
 
@@ -87,7 +88,7 @@ async def running(
     app = build_app(server, [Key.of(key) for key in keys])
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
     async with app.router.lifespan_context(app), client:
-        while not all(model.ready for model in server.models) and server.failure is None:
+        while not all(model.ready or model.failure for model in server.models) and not server.failure:
             await asyncio.sleep(0.005)
         yield Running(client, server, app, workers)
 

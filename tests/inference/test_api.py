@@ -14,8 +14,9 @@ import pytest
 import torch
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.source import open_model
-from throughline.inference.serving.accounts import Key, ServerLimits, Telemetry
+from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
+from throughline.inference.serving.keys import Key
 from throughline.inference.serving.server import Server, build_app
 
 
@@ -248,26 +249,25 @@ def test_metrics_count_what_happened(ask) -> None:
         await found.client.post("/v1/embeddings", json={"input": ["a model", "text"], "model": "bert"})
         text = (await found.client.get("/metrics")).text
         value = lambda name: float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.M)[1])  # noqa: E731
-        assert value('throughline_generated_tokens_total{model="gpt"}') == 7
-        assert value('throughline_inter_token_seconds_count{model="gpt"}') == 6
-        for name in ("time_to_first_token", "queue", "compute"):
+        assert value('throughline_generation_tokens_total{model="gpt"}') == 7
+        assert value('throughline_inter_token_latency_seconds_count{model="gpt"}') == 6
+        for name in ("time_to_first_token", "request_queue_time", "request_inference_time"):
             assert value(f'throughline_{name}_seconds_count{{model="gpt"}}') == 1
         assert value('throughline_batch_size_count{model="bert"}') == 2
         assert value('throughline_requests_total{endpoint="/v1/completions",status="200"}') == 1
-        assert value('throughline_queued{model="gpt"}') == 0
+        assert value('throughline_num_requests_waiting{model="gpt"}') == 0
 
     ask(body)
 
 
 def test_the_access_log_has_numbers_and_no_text(ask) -> None:
-    import io
 
     async def body(found) -> None:
-        found.server.telemetry._log = log = io.StringIO()
+        lines: list[dict] = []
+        found.server.telemetry.log = lambda level, **fields: lines.append(fields)
         await found.complete(prompt="a secret sentence", max_tokens=3)
-        (line,) = log.getvalue().splitlines()
-        said = json.loads(line)
-        assert "secret" not in line and said["generated_tokens"] == 3 and said["prompt_tokens"] > 3
+        (said,) = lines
+        assert "secret" not in str(said) and said["generated_tokens"] == 3 and said["prompt_tokens"] > 3
         assert said["path"] == "/v1/completions" and said["status"] == 200 and said["id"].startswith("req-")
         assert 0 <= said["queue_ms"] <= said["first_ms"] <= said["ms"]
 

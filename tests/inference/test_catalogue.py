@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from throughline.core.errors import WrongUse
 from throughline.inference.serving import catalogue, worker
-from throughline.inference.serving.catalogue import Catalogue, Source
+from throughline.inference.serving.catalogue import Source
 
 ASKED = {"model": "gpt", "prompt": "The quick", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -70,7 +70,7 @@ def test_a_run_is_followed_and_no_request_is_lost(
     (run / "checkpoints").mkdir(parents=True)
 
     async def main() -> None:
-        follow = {"follow": True}
+        follow = {"watch": True}
         writing: list[Any] = [asyncio.create_task(asyncio.to_thread(save, run, 1, 1, tokenizer))]
         async with in_thread.running(monkeypatch, [f"gpt={run}"], catalogue=follow) as found:
             first, other = [await found.complete(**ASKED | {"max_tokens": size}) for size in (100, 8)]
@@ -118,11 +118,6 @@ async def streamed(found: Any, max_tokens: int) -> list[int]:
     body = ASKED | {"max_tokens": max_tokens, "stream": True}
     events = (await found.client.post("/v1/completions", json=body)).text.split("\n\n")[:-2]
     return [token for event in events for token in ids(json.loads(event.removeprefix("data: ")))]
-
-
-def test_what_is_no_run_is_not_followed(gpt_dir: Path) -> None:
-    with pytest.raises(WrongUse, match="no run to follow"):
-        Catalogue([str(gpt_dir)], follow=True)
 
 
 def test_models_are_loaded_and_unloaded_by_name(
@@ -198,7 +193,7 @@ def test_a_name_has_several_processes_and_the_least_busy_one_answers(
         await found.complete(**ASKED)
         assert busy.accepted == 2
         await long
-        assert 'throughline_restarts_total{model="gpt"} 0.0' in (await found.client.get("/metrics")).text
+        assert 'throughline_worker_restarts_total{model="gpt"} 0.0' in (await found.client.get("/metrics")).text
         assert (await found.client.get("/v1/models/gpt")).json()["device"] == "cpu, cpu"
 
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}@cpu,cpu"], body)

@@ -13,9 +13,10 @@ from throughline.core.errors import WrongUse
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import remote, served
-from throughline.inference.serving.accounts import ServerLimits, Telemetry, find_key, read_keys
+from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.generation import Job
+from throughline.inference.serving.keys import find_key, read_keys
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.slots import SlotBatch
 
@@ -114,7 +115,7 @@ def test_an_encoder_that_breaks_on_one_text_reads_the_others(
         assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
         assert all("secret" not in answer.text for answer in answers)
         page = (await found.client.get("/metrics")).text
-        assert 'throughline_failed_total{model="bert"} 2.0' in page
+        assert 'throughline_failed_requests_total{model="bert"} 2.0' in page
 
     in_thread.run_with(monkeypatch, [f"bert={bert_onnx}"], body)
 
@@ -151,8 +152,8 @@ def test_keys_share_beginnings_when_they_may(
             answer = await found.client.post("/v1/completions", json=request, headers=headers)
             told.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert told == [0, 39 if shared else 0]
-        page = (await found.client.get("/metrics", headers=headers)).text
-        assert ('throughline_cached_tokens_total{model="gpt"} 39.0' in page) == shared
+        page = found.server.telemetry.page().decode()
+        assert ('throughline_prefix_cache_hit_tokens_total{model="gpt"} 39.0' in page) == shared
 
     limits = {"keys": ("one", "two"), "share_prefixes": shared}
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, **limits)
@@ -212,7 +213,7 @@ def test_a_key_file_says_who_may_do_how_much(tmp_path: Path) -> None:
         ("alice", 2, 3),
         ("", 0, 32),
     ]
-    assert find_key(keys, "Bearer sesame") is keys[1] and find_key(keys, "Basic sesame") is None
+    assert find_key(keys, b"Bearer sesame") is keys[1] and find_key(keys, b"Basic sesame") is None
     keys[1].take(3)
     for refused in (lambda: keys[1].take(1), lambda: [keys[2].begin() for _ in range(3)]):
         with pytest.raises(Exception, match="this key") as told:

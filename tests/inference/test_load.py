@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.inference.serving.accounts import Key, ServerLimits, Telemetry
+from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
+from throughline.inference.serving.keys import Key
 from throughline.inference.serving.load import Target, load, seeded, waits
 from throughline.inference.serving.server import Server, build_app
 

@@ -136,10 +136,10 @@ def test_a_server_counts_what_its_draft_model_guesses(
 
     async def body(found) -> None:
         texts.append((await found.complete(prompt="The quick", max_tokens=20))["choices"][0]["text"])
-        remote = found.remote()
-        assert (remote.guessed > 0) == (remote.right > 0) == (len(texts) == 2)
+        totals = found.remote().totals
+        assert (totals.guessed > 0) == (totals.right > 0) == (len(texts) == 2)
         page = (await found.client.get("/metrics")).text
-        assert f'throughline_guessed_right_total{{model="gpt"}} {float(remote.right)}' in page
+        assert f'throughline_spec_decode_accepted_tokens_total{{model="gpt"}} {float(totals.right)}' in page
 
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body)
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, speculate=4, draft=gpt_dir)

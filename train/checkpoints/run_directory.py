@@ -191,6 +191,8 @@ def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ())
     """
     for remains in directory.glob(".step-*.tmp"):
         shutil.rmtree(remains, ignore_errors=True)
+    for remains in directory.glob(f".{LATEST}.*.tmp"):  # of a kill while the pointer was written
+        remains.unlink(missing_ok=True)
     damaged: ThroughlineError | None = None
     for path in checkpoints(directory):
         try:
@@ -208,12 +210,26 @@ def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ())
     return None
 
 
+def _pointed_at(pointer: Path) -> str:
+    """The name of a checkpoint in the file `latest`. Raises Refused for a file that holds none."""
+    why = "it is empty"
+    try:
+        if name := pointer.read_text(encoding="utf-8").strip():
+            return name
+    except (OSError, UnicodeDecodeError) as error:
+        why = str(error)
+    fix = f"write the name of one of the checkpoints beside it into the file: echo step-00000010 > {pointer}"
+    raise Refused(
+        "the file that names a run's latest checkpoint cannot be read", where=pointer, why=why, fix=fix
+    )
+
+
 def locate(path: Path | str) -> Path:
     """The checkpoint that `path` means: itself, or the latest of a run. Raises WrongUse when there is none."""
     path = Path(path)
     pointer = path / "checkpoints" / LATEST
     if pointer.is_file():
-        return path / "checkpoints" / pointer.read_text().strip()
+        return path / "checkpoints" / _pointed_at(pointer)
     if is_artifact(path) and read_manifest(path).kind == "checkpoint":
         return path
     if not path.exists():
