@@ -114,7 +114,7 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
 @option(
     "--log-level",
     click.Choice(LEVELS),
-    "Least level of the lines on stderr; an answered request is info, one that ends with 500 or above a warning.",
+    "Least level of the lines on stderr; a request is info, one that ends with 500 or 504 a warning.",
     "info",
 )
 @cache_options

@@ -156,7 +156,7 @@ class Telemetry:
         for name, at_s in (("ms", now_s), ("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
             line[name] = None if at_s is None else round(1000 * (at_s - watch.came_s), 1)
         known = {name: value for name, value in line.items() if value is not None}
-        self.log("warning" if status >= 500 else "info", **known)
+        self.log("warning" if status in (500, 504) else "info", **known)
 
 
 @dataclass

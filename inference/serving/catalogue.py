@@ -231,10 +231,11 @@ class Catalogue:
             while self._watching and (version := await self._look(source)) is None:
                 await asyncio.sleep(LOOK_S)
             await self._start(source, model, version)
+        except ThroughlineError as error:
+            model.failure = error
         except Exception as error:  # of any library: the other models are served
-            why = f"{type(error).__name__}: {error}"
-            is_ours = isinstance(error, ThroughlineError)
-            model.failure = error if is_ours else Failed("the model cannot be opened", why=why)
+            model.failure = Failed("the model cannot be opened", why=f"{type(error).__name__}: {error}")
+        if model.failure is not None:
             warn(f"{model.name} cannot be served: {model.failure}")
         self._begin_watch(source, version)
 

@@ -361,7 +361,7 @@ def run(
     try:
         config.load()
     except OSError as error:  # of a file, or what it holds
-        raise bad_certificate(error, config.ssl_certfile or "") from error
+        raise bad_certificate(error, tls[0] or "") from error
     certificate, key = tls
     if certificate is not None and key is not None:
         context = config.ssl

@@ -193,7 +193,9 @@ def test_a_name_has_several_processes_and_the_least_busy_one_answers(
         await found.complete(**ASKED)
         assert busy.accepted == 2
         await long
-        assert 'throughline_worker_restarts_total{model="gpt"} 0.0' in (await found.client.get("/metrics")).text
+        assert (
+            'throughline_worker_restarts_total{model="gpt"} 0.0' in (await found.client.get("/metrics")).text
+        )
         assert (await found.client.get("/v1/models/gpt")).json()["device"] == "cpu, cpu"
 
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}@cpu,cpu"], body)
