@@ -356,6 +356,7 @@ def run(
     # no line for each request that is no HTTP: a client could fill the disk with them
     how |= {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     how |= {"timeout_graceful_shutdown": ANSWER_S, "timeout_keep_alive": KEEP_ALIVE_S, "backlog": BACKLOG}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the loop takes it: a reload must not end a start
     DeadlineProtocol.most = connections()
     config = uvicorn.Config(app, **how, ssl_certfile=tls[0], ssl_keyfile=tls[1])
     try:
