@@ -1,5 +1,6 @@
 """`throughline launch -- COMMAND`: the command on several processes."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,10 +99,19 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
-    from ..train.recipes.resolved import model_config
+    from ..train.recipes.resolved import is_text, model_config
     from ..train.recipes.rules import wrong_processes
 
     given = _given(arguments)
+    if is_text(given["recipe"]):
+        text = shlex.quote(given["recipe"])
+        commands = [
+            f"throughline data tokenizer {text} --vocab-size 4096 --out tok",
+            f"throughline data tokenize {text} --tokenizer tok --out tokens",
+            "throughline launch --nproc 2 -- train gpt-15min-cpu --set data.train=tokens --set parallel.data=2",
+            f"or on one process: throughline train {text}",
+        ]
+        raise WrongUse("launch takes a recipe, not a text", where=given["recipe"], fix="\n".join(commands))
     recipe = pretraining_recipe(given["recipe"], given["overrides"])
     layout = recipe.parallel.layout()
     if nproc and nproc != layout.world:

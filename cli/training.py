@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,20 @@ def train(
     \b
     Example:  throughline train my.txt
               throughline train gpt-shakespeare --set data.train=tokens/shakespeare
+              throughline train my.jsonl --set data.field=body
               throughline train gpt-shakespeare --set data.train=my.txt --set data.tokenizer=tok
     The same command continues a run that was stopped or killed.
     """
-    from ..train.recipes.new_recipe import is_text, recipe_for_text
+    from ..train.recipes.own_text import VOCABULARY, recipe_for_text, with_tokenizer
+    from ..train.recipes.resolved import is_text
 
-    name = Path(recipe).name.removesuffix(".toml") if not is_text(recipe) else Path(recipe).stem
-    directory = Path(run_dir) if run_dir else Path("runs") / name
+    name = Path(recipe).name.removesuffix(".toml")
+    settings: Sequence[str] = common.with_weights(overrides, init_from)
     if is_text(recipe):
-        recipe, *given = recipe_for_text(recipe, directory, bool(init_from))
-        overrides = (*given, *overrides)
-    resolved = pretraining_recipe(recipe, common.with_weights(overrides, init_from))
+        name = Path(recipe).absolute().stem
+        recipe, settings = recipe_for_text(recipe, settings)
+    directory = Path(run_dir) if run_dir else Path("runs") / name
+    resolved = pretraining_recipe(recipe, settings)
     from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
 
     dry_run = how.pop("dry_run")
@@ -56,10 +60,14 @@ def train(
         from ..data.tokenizer import Tokenizer
         from ..train.recipes.resolved import layout_facts, model_config
 
-        data, named = resolved.data, resolved.data.tokenizer
-        facts = Tokenizer.load(named).facts() if named else TokenStore.open(data.sources()[0].path).facts
+        named, source = resolved.data.tokenizer, resolved.data.sources()[0].path
+        vocab_size: int | None = VOCABULARY  # of a tokenizer that is still to be trained on text
+        if named:
+            vocab_size = Tokenizer.load(named).vocab_size
+        elif not is_text(source):
+            vocab_size = TokenStore.open(source).facts.get("vocab_size")
         if running_processes()[0] == 0:
-            console.result(*layout_facts(resolved, model_config(resolved, facts.get("vocab_size"))))
+            console.result(*layout_facts(resolved, model_config(resolved, vocab_size)))
         return
     from ..eval.inloop import TaskEvaluator, TextSample
     from ..train.build import plan_run
@@ -67,6 +75,8 @@ def train(
     from ..train.logs.report import figure_name, figure_text
     from ..train.loop import Evaluator, train
 
+    if not dry_run:
+        resolved = with_tokenizer(resolved, directory / "cache")
     plan = plan_run(resolved, None if dry_run else directory / "cache")
     if dry_run:
         if running_processes()[0] == 0:  # it speaks for all

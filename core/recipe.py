@@ -167,6 +167,12 @@ def parse_override(item: str) -> tuple[str, Any]:
         return key.strip(), value  # the text itself, so that paths and names need no quotes
 
 
+def text_override(key: str, text: str) -> str:
+    """The override that sets `key` to this text: in quotes where it would be read as another value (`2024`, `true`)."""
+    plain = f"{key}={text}"
+    return plain if parse_override(plain)[1] == text else f"{key}={json.dumps(text, ensure_ascii=False)}"
+
+
 def _section_of(annotation: Any) -> type[Section] | None:
     """The section that a field is, or may be beside other kinds."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -226,6 +226,7 @@ def test_light_modules_import_no_torch() -> None:
     names += [
         "throughline.models.config",
         "throughline.train.recipes.new_recipe",
+        "throughline.train.recipes.own_text",
         "throughline.train.recipes.rules",
         "throughline.prove.validate",
     ]

@@ -75,12 +75,13 @@ class RunPlan:
         return self.recipe.train.rows_per_step * self.recipe.train.sequence_length
 
     def source_passes(self) -> list[SourcePasses]:
-        return source_passes(self.recipe, [store.tokens for store in self.corpus.train])
+        return source_passes(self.recipe, self.corpus.train_tokens)
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """What is planned and predicted, for a script and for a person."""
-        train, sizes = self.recipe.train, [store.tokens for store in self.corpus.train]
-        learnt = sum(sizes)
+        train, corpus = self.recipe.train, self.corpus
+        sizes = corpus.train_tokens
+        learnt, held_out = sum(sizes), sum(corpus.validation_tokens)
         ahead, words = outlook(self.recipe, self.config, None, sizes)
         facts = {
             "family": self.family,
@@ -88,23 +89,25 @@ class RunPlan:
             "device": str(self.device),
             "train_tokens_in_store": learnt,
             "text_bytes": self.corpus.text_bytes,
-            "validation_tokens": sum(store.tokens for store in self.corpus.validation),
+            "validation_tokens": held_out,
             "flops": train.tokens * self.config.flops_per_token(train.sequence_length),
             "memory_bytes": sum(self.memory.values()),
             "memory": self.memory,
             "step_seconds": ahead["seconds"] / train.steps,
             **ahead,
         }
-        split = f"{learnt:,} tokens"
-        if self.corpus.text_bytes:
-            split = f"of {amount(self.corpus.text_bytes, 'B')} of text, tokenised before the first step"
+        split = f"training split {learnt:,} tokens, validation {held_out:,} tokens"
+        if corpus.text_bytes:
+            of_text = f"of {amount(corpus.text_bytes, 'B')} of text, tokenised before the first step"
+            estimates = f"about {amount(learnt, 'tokens')}, validation about {amount(held_out, 'tokens')}"
+            split = f"training split {of_text}: {estimates}"
         most = "at most " if train.batch_ramp else ""
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
         return facts, [
             f"{self.family} of {facts['parameters']:,} parameters on {facts['device']}",
             f"{train.steps:,} steps of {most}{self.tokens_per_step:,} tokens: "
             f"{train.tokens:,} tokens, {facts['flops']:.3g} FLOPs",
-            f"training split {split}, validation {facts['validation_tokens']:,} tokens",
+            split,
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
             f"a step of about {duration(facts['step_seconds'])} (throughline study makes this surer)",
             *words,
@@ -146,7 +149,7 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         corpus = replace(corpus, beside=Path(init_from))
     plan = replace(plan, memory=memory, corpus=corpus)
     if leads:
-        check_passes(recipe, [store.tokens for store in corpus.train])
+        check_passes(recipe, corpus.train_tokens)
     return plan
 
 

@@ -10,16 +10,17 @@ from ..core.artifact import Input, input_record, is_artifact, read_manifest
 from ..core.errors import Refused, WrongUse
 from ..core.files import sha256_file, sha256_json
 from ..data.ingest.inputs import expand_inputs
-from ..data.ingest.readers import ReadOptions
 from ..data.ingest.tokenize import make_plan, tokenize
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer, tokenizer_beside
+from .recipes.own_text import VOCABULARY, text_bytes, token_bytes
 from .recipes.recipe import Recipe
+from .recipes.resolved import is_text
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads. While `text_bytes` of text are still to be tokenised there are no stores."""
+    """What a run reads. While `text_bytes` of text are still to be tokenised there are no stores, only estimates."""
 
     train: Sequence[TokenStore]
     validation: Sequence[TokenStore]
@@ -29,19 +30,31 @@ class Corpus:
     inputs: Sequence[Input]
     text_bytes: int = 0
     beside: Path | None = None  # of the weights begun with: its chat template goes where the tokenizer does
+    estimated_tokens: tuple[Sequence[int], Sequence[int]] = (
+        (),
+        (),
+    )  # of each source, to train and to validate on
+
+    @property
+    def train_tokens(self) -> list[int]:
+        """Of each source."""
+        return [store.tokens for store in self.train] or list(self.estimated_tokens[0])
+
+    @property
+    def validation_tokens(self) -> list[int]:
+        return [store.tokens for store in self.validation] or list(self.estimated_tokens[1])
 
 
 def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:
     """Text is tokenised into `cache`, once; without it its size is told. Raises WrongUse, Refused, as `tokenize`."""
     data = recipe.data
     paths, validation = [source.path for source in data.sources()], data.validation
-    if not data.tokenizer:
+    untrained = cache is None and not data.tokenizer and any(map(is_text, paths))
+    if not data.tokenizer and not untrained:
         return _stores(recipe, paths, validation)
     texts = [path for path in (*paths, validation) if path and not list(Path(path).glob("*.idx"))]
     if cache is None:
-        tokenizer, size = Tokenizer.load(data.tokenizer), sum(source.bytes for source in expand_inputs(texts))
-        vocab_size = _one_vocabulary(recipe, [tokenizer.facts()], [data.tokenizer])
-        return Corpus([], [], vocab_size, tokenizer, tokenizer.to_json().encode(), [], size)
+        return _untokenised(recipe, texts)
     made = {path: _tokenised(recipe, path, cache) for path in texts}
     corpus = _stores(recipe, [made.get(path, path) for path in paths], made.get(validation, validation))
     inputs = [item for store in made.values() for item in read_manifest(store).inputs]
@@ -50,11 +63,34 @@ def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:
     return replace(corpus, inputs=list(dict.fromkeys(inputs)))
 
 
+def _untokenised(recipe: Recipe, texts: Sequence[str]) -> Corpus:
+    """The corpus of text that is not tokenised yet, perhaps by a tokenizer that is not trained yet: with estimates."""
+    data, options = recipe.data, recipe.data.read_options()
+    tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
+    vocab_size, content = recipe.model.overrides.get("vocab_size", VOCABULARY), None
+    if tokenizer is not None:
+        vocab_size = _one_vocabulary(recipe, [tokenizer.facts()], [data.tokenizer])
+        content = tokenizer.to_json().encode()
+    sizes = []
+    for path in (*(source.path for source in data.sources()), data.validation):
+        if path in texts:
+            sources = expand_inputs([path])
+            sizes.append(text_bytes(sources, options) / token_bytes(sources, options, tokenizer))
+        elif path:
+            sizes.append(TokenStore.open(path).tokens)
+    held_out = [sizes.pop()] if data.validation else [size * data.validation_fraction for size in sizes]
+    if not data.validation:
+        sizes = [size * (1 - data.validation_fraction) for size in sizes]
+    estimates = [round(size) for size in sizes], [round(size) for size in held_out]
+    bytes_of_text = sum(source.bytes for source in expand_inputs(list(texts)))
+    return Corpus([], [], vocab_size, tokenizer, content, [], bytes_of_text, None, estimates)
+
+
 def _tokenised(recipe: Recipe, text: str, cache: Path) -> str:
     """The token store of a text. Every process of a run comes here: they help each other, and one completes it."""
     data, objective = recipe.data, recipe.objective
     sentences = objective is not None and objective.sentences != "none"
-    options = ReadOptions(data.documents, data.field)
+    options = data.read_options()
     plan = make_plan([text], Tokenizer.load(data.tokenizer), options, None, sentences, None)
     out = cache / f"text-{plan.hash[:16]}"
     if not is_artifact(out):

@@ -12,8 +12,8 @@ import click
 import pytest
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
-from throughline.train.recipes.new_recipe import is_text
 from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import is_text
 from throughline.train.recipes.rules import RULES
 
 

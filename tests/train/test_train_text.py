@@ -241,9 +241,8 @@ def recipe(
         (['data.train="nowhere.txt"'], 2, "nowhere.txt"),
         (['data.train=["{place}/a.txt", "{place}/gone.txt"]'], 2, "gone.txt"),
         (['data.tokenizer="gone"'], 2, "gone"),
-        (['data.tokenizer=""'], 2, "sets data.tokenizer"),
         (['data.train="{place}/empty.txt"'], 1, "no text in the input"),
-        (['data.tokenizer=""', 'data.documents="line"'], 2, "are of text"),
+        (['data.tokenizer=""', 'data.train="nowhere"', 'data.documents="line"'], 2, "belongs to text"),
         (
             [
                 "train.sequence_length=30000",

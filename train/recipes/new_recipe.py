@@ -1,5 +1,4 @@
-"""A first recipe: for a model, data and a machine (`throughline recipe new`) or for a bare text (`throughline train
-my.txt`). Arithmetic only; no torch here.
+"""A first recipe for a model, data and a machine (`throughline recipe new`). Arithmetic only; no torch here.
 
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
 - Length: 20 tokens a parameter (Hoffmann et al. 2022) or as given; of given weights one pass, at a tenth of the rate.
@@ -7,20 +6,17 @@ my.txt`). Arithmetic only; no torch here.
 """
 
 import bisect
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...core.artifact import input_record, is_artifact, read_manifest
-from ...core.console import amount, cell, say
 from ...core.errors import WrongUse, did_you_mean, download_hint
-from ...core.hardware import chips, machine
-from ...core.recipe import build_recipe, dump_toml, load_recipe
+from ...core.hardware import chips
+from ...core.recipe import build_recipe, dump_toml
 from ...models.config import ModelConfig, family_of, preset
 from ...planner.memory import capacity_bytes
 from .recipe import Recipe
-from .resolved import MOST_EPOCHS, model_config, predicted_memory, resolve, shape_of
+from .resolved import model_config, predicted_memory, resolve, shape_of
 
 # parameters -> (tokens in a batch, learning rate): Brown et al. 2020, table 2.1
 GPT3 = {
@@ -141,53 +137,3 @@ def needed(tree: dict[str, Any]) -> int:
     """Bytes that the planner predicts for the fullest device of a run."""
     recipe = resolve(build_recipe(tree, Recipe))
     return sum(predicted_memory(model_config(recipe), recipe, "cuda").values())
-
-
-# by the text that they read: a card takes the first three as well, sooner
-ON_CPU = ("gpt-15min-cpu", "gpt-2h-cpu", "gpt-night-cpu")
-ON_GPU = (*ON_CPU, "gpt-15min-gpu", "gpt-2h-gpu", "gpt-night-gpu")
-TOKEN_BYTES = 3.5  # of a vocabulary of 4,096 made of six English novels
-LEAST_STEPS = 20
-
-
-def is_text(path: str) -> bool:
-    """Whether this is no recipe but text: a file or a directory of files."""
-    return Path(path).exists() and Path(path).suffix != ".toml" and not is_artifact(path)
-
-
-def recipe_for_text(text: str, run_dir: Path, has_weights: bool) -> list[str]:
-    """The shipped recipe for this text on this machine, and the overrides by which it trains on it: the longest that
-    reads the text at most MOST_EPOCHS times, else the shortest with fewer steps. Its tokenizer is in the run's cache.
-    """
-    from ...data.ingest.inputs import expand_inputs
-    from ...data.ingest.readers import ReadOptions
-    from ...data.new_tokenizer import sample, train_tokenizer
-
-    if has_weights:
-        fix = "throughline recipe new --from DIRECTORY --data TOKENS"
-        raise WrongUse("a recipe is picked for new weights alone", where="--init-from", fix=fix)
-    size = sum(source.bytes for source in expand_inputs([text]))
-    names, here = (ON_GPU, "a GPU") if machine().gpus else (ON_CPU, "a CPU")
-    recipes = {name: load_recipe(name, Recipe) for name in names}
-    room = MOST_EPOCHS * size / TOKEN_BYTES
-    read = {name: each.train.tokens for name, each in recipes.items()}
-    name = next((name for name in reversed(names) if read[name] <= room), names[0])
-    train, passes = recipes[name].train, MOST_EPOCHS * read[name] / room
-    given, why = [f"data.train={text}"], f"the longest for {here} that reads it at most {MOST_EPOCHS} times"
-    if passes > MOST_EPOCHS:
-        steps = max(round(train.steps * MOST_EPOCHS / passes), LEAST_STEPS)
-        given += [f"train.steps={steps}", f"schedule.warmup_steps={min(30, steps // 10)}"]
-        every = max(steps // 6, 1)
-        given += [f"train.eval_every_steps={every}", f"checkpoint.save_every_steps={every}"]
-        why = f"the shortest, with {steps:,} of its {train.steps:,} steps: it reads the text {MOST_EPOCHS} times"
-    say(f"{text}: {amount(size, 'B')}, about {amount(size / TOKEN_BYTES, '')} tokens")
-    say(f"recipe {name}: {why} (throughline recipe show {name})")
-    for other in names[names.index(name) + 1 :][:1]:
-        times = cell(MOST_EPOCHS * read[other] / room)
-        say(f"next longer: throughline train {other}; it would read this text {times} times")
-    out, record = run_dir / "cache" / "tokenizer", input_record(text)
-    if not is_artifact(out) or read_manifest(out).inputs != (record,):
-        texts = sample(expand_inputs([text]), ReadOptions(), 10**9, Counter())
-        vocabulary = recipes[name].model.overrides["vocab_size"]
-        train_tokenizer(texts, "bpe", vocabulary).save(out, [record], {"trained": True}, overwrite=True)
-    return [name, *given, f"data.tokenizer={out}"]

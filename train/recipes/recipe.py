@@ -4,12 +4,15 @@ Sizes carry their unit in the name. Every loss is divided by the count of target
 `micro_batch_rows` changes memory and speed and not the result, unless experts drop tokens (`expert_capacity_factor`).
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from ...core.recipe import Section
 from ...planner.layout import Layout, Schedule, Sharding
+
+if TYPE_CHECKING:
+    from ...data.ingest.readers import ReadOptions
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -28,15 +31,21 @@ class DataSection(Section):
     """What is read."""
 
     train: str | list[str | Source] = []
-    """Token store to train on, or a list of stores, or of { path, weight }; with `tokenizer`, text."""
+    """Token store to train on, or a list of stores, or of { path, weight }; or text: files, directories, and with
+    `tokenizer` globs and datasets:NAME.
+    """
     tokenizer: str = ""
-    """Artifact, model directory or tokenizer.json with which `train` and `validation` may be text (files, directories,
-    globs, datasets:NAME): it is tokenised into the run's cache.
+    """Artifact, model directory or tokenizer.json with which text is tokenised into the run's cache; "" trains one on
+    the files of text that `train` names.
     """
     documents: Literal["file", "line", "block"] = "block"
     """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
     field: str = "text"
-    """Text: field of .jsonl, column of .parquet."""
+    """Text: field of .jsonl, column of .csv, .tsv and .parquet."""
+    split: str = "train"
+    """Text: split of a data set that is read."""
+    unwrap: bool = False
+    """Text: join the hard-wrapped lines of a paragraph with spaces."""
     validation: str = ""
     """Token store to validate on, or text; "" holds out the end of what is trained on instead."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -47,6 +56,12 @@ class DataSection(Section):
     """GPT windows: attention, positions and targets end at document boundaries."""
     random_offsets: bool = True
     """GPT windows: every epoch cuts the stream at another place."""
+
+    def read_options(self) -> "ReadOptions":
+        """How text becomes documents."""
+        from ...data.ingest.readers import ReadOptions
+
+        return ReadOptions(self.documents, self.field, self.split, self.unwrap)
 
     def sources(self) -> list[Source]:
         """The training stores, each with its weight, if any."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...core.artifact import is_artifact
 from ...core.console import cell, duration, warn
 from ...core.files import read_json
 from ...core.hardware import computes_in, machine
@@ -40,6 +41,14 @@ def model_family(recipe: Recipe) -> str:
         shape = None if recipe.model.family else shape_beside(recipe)
         return recipe.model.family or (family_of(shape) if shape else "gpt")
     return family_of(preset(recipe.model.preset)) if recipe.model.preset in preset_names() else "gpt"
+
+
+def is_text(path: str) -> bool:
+    """Whether this is text, a file or a directory of files, and neither a recipe nor an artifact nor a token store."""
+    place = Path(path)
+    return (
+        place.exists() and place.suffix != ".toml" and not is_artifact(path) and not list(place.glob("*.idx"))
+    )
 
 
 def shape_beside(recipe: Recipe) -> ModelConfig | None:

@@ -8,8 +8,8 @@ from ...core.errors import WrongUse
 from ...core.recipe import Problem
 from ...models.config import BERTConfig, ModelConfig, family_of
 from ...planner import layout as layouts
-from .recipe import ObjectiveSection, Recipe
-from .resolved import micro_rows, model_config, model_family
+from .recipe import DataSection, ObjectiveSection, Recipe
+from .resolved import is_text, micro_rows, model_config, model_family
 
 FP8_TILE = 16  # what the sides of a factor are multiples of: torch's _scaled_mm, cuBLAS
 
@@ -84,20 +84,26 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
     """There is something to train on, and to validate on when evaluation is asked for."""
     if not recipe.data.sources() or not all(source.path for source in recipe.data.sources()):
         fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; "
-        fix += "or name text, and set data.tokenizer"
+        fix += "or name files of text"
         yield Problem("data.train", "no token store", fix)
     weights = [source.weight for source in recipe.data.sources()]
     if None in weights and any(weights):
         unweighted = next(source.path for source in recipe.data.sources() if source.weight is None)
         fix = "give every store a weight, or none: each is then read in proportion to its size"
         yield Problem("data.train", f"{unweighted} has no weight, and another store has one", fix)
-    if not recipe.data.tokenizer and (recipe.data.documents, recipe.data.field) != ("block", "text"):
-        text = "documents and field are of text, and these are token stores"
-        yield Problem("data.documents", text, "set data.tokenizer")
+    of_text = [key for key in ("documents", "field", "split", "unwrap") if _is_changed(recipe.data, key)]
+    has_text = recipe.data.tokenizer or any(is_text(source.path) for source in recipe.data.sources())
+    if of_text and not has_text:
+        text = f"{' and '.join(of_text)} belongs to text, and these are token stores"
+        yield Problem(f"data.{of_text[0]}", text, "leave it out, or name text in data.train")
     measured = recipe.data.validation or recipe.data.validation_fraction or recipe.evaluation.tasks
     if recipe.train.eval_every_steps and not measured:
         fix = "set data.validation_fraction or data.validation"
         yield Problem("train.eval_every_steps", "there is no validation split", fix)
+
+
+def _is_changed(section: DataSection, key: str) -> bool:
+    return getattr(section, key) != type(section).model_fields[key].default
 
 
 def model_rule(recipe: Recipe) -> Iterable[Problem]:
