@@ -139,12 +139,26 @@ def greedy_texts(
     max_tokens: int,
     end_ids: Iterable[int] = (),
 ) -> Iterator[Written]:
-    """Yields batches of (index, answer) as they end; `end_ids` end an answer, too."""
+    """Yields batches of (index, answer) as they end; `end_ids` end an answer, too.
+
+    An answer is decoded as a text of its own, as the harness decodes it: SentencePiece's has no blank at its beginning.
+    """
     stop, stop_ids = tuple(until), tuple(end_ids)
     jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, stop, stop_ids=stop_ids) for ids in prompts]
     answers = [""] * len(jobs)
+    first: list[int | None] = [None] * len(jobs)
     rest = tokenizer.decode, min(SLOTS, len(jobs)), tokenizer.vocab_size, tokenizer.eos_id, 0
     for number, _, piece in answer(SlotBatch(cast(CausalBackend, _Checked(backend)), *rest), jobs):
+        if first[number] is None and piece.token is not None:
+            first[number] = piece.token.id
         answers[number] += piece.text
         if piece.finish:
-            yield [(number, answers[number])]
+            yield [(number, _own_text(tokenizer, first[number], answers[number]))]
+
+
+def _own_text(tokenizer: Any, first: int | None, answer: str) -> str:
+    """The answer as a text that begins with its first token, where the prompt stood before it."""
+    if first is None:
+        return answer
+    behind, alone = tokenizer.token_text(first), tokenizer.decode([first], skip_special_tokens=True)
+    return alone + answer.removeprefix(behind) if behind and answer.startswith(behind) else answer

@@ -6,7 +6,7 @@
 - Log-softmax in float32 whatever the model's dtype; logits only at scored positions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,33 @@ from .scoring import BatchedScorer, Tree, plant
 
 
 class CausalScorer(BatchedScorer):
-    """Scores with a GPT, a module or a backend. `window`: the longest input; `how`: see `BatchedScorer`."""
+    """Scores with a GPT, a module or a backend. `window`: the longest input; `how`: see `BatchedScorer`.
+
+    `end_ids` are tokens that end an answer besides the tokenizer's end of text.
+    """
 
     mask = None  # no token hides another
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, bos: bool = False, window: int | None = None, **how: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        bos: bool = False,
+        window: int | None = None,
+        end_ids: Iterable[int] = (),
+        **how: Any,
     ) -> None:
         self.reader = self.reader_of(model)
         self.window = min(window or self.reader.context, self.reader.context)
         if bos and tokenizer.bos_id is None:
             raise WrongUse("the tokenizer has no BOS token", fix="evaluate without --bos")
         self.bos: Ids = (tokenizer.bos_id,) if bos else ()
-        recipe = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
+        recipe: dict[str, Any] = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
+        if others := sorted({*end_ids} - {tokenizer.eos_id}):
+            recipe["end ids"] = others
         super().__init__(self.reader, tokenizer, recipe, **how)
+        self.end_ids = frozenset(end_ids) | (self.chat.end_ids if self.chat else frozenset())
 
     def reader_of(self, model: GPT | CausalBackend) -> Any:
         """What computes with the model."""
@@ -119,5 +132,5 @@ class CausalScorer(BatchedScorer):
 
     def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
         """Greedy text after prompts that leave room for it."""
-        ends = self.chat.end_ids if self.chat else ()  # of the model's turn
-        yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens, ends)
+        backend, tokenizer = self.reader.backend, self.tokenizer
+        yield from greedy_texts(backend, tokenizer, prompts, until, max_tokens, self.end_ids)

@@ -132,8 +132,12 @@ class EndpointScorer(CausalScorer):
         return self.of_tokens(*self.reader.of_prompt(context[cut:] + rest, len(rest)))
 
     def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
+        asked: dict[str, Any] = {"stop": list(until[:STOPS])} if until else {}
+        # llama.cpp's servers know the ends of the model's file alone.
+        if self.end_ids and not self.reader.forced:
+            asked["extra_body"] = {"stop_token_ids": sorted(self.end_ids)}
+
         def answer(ids: Ids) -> str:
-            asked = {"stop": list(until[:STOPS])} if until else {}
             text = self.reader.complete(ids, max_tokens=max_tokens, **asked).text
             return text[: min((text.find(stop) for stop in until if stop in text), default=None)]
 
@@ -142,6 +146,7 @@ class EndpointScorer(CausalScorer):
 
 def open_endpoint(options: ScorerOptions) -> Opened:
     """The scorer of the model behind `options.url`. Raises as `Endpoint` does, and WrongUse without a tokenizer."""
+    from ..data.model_settings import end_ids
     from ..data.tokenizer import Tokenizer
 
     if options.tokenizer is None:
@@ -150,8 +155,12 @@ def open_endpoint(options: ScorerOptions) -> Opened:
         raise WrongUse("--url needs a tokenizer", why=why, fix=fix)
     tokenizer, place = Tokenizer.load(options.tokenizer), options.tokenizer
     reader = Endpoint(options.url or "", options.model, tokenizer)
-    chat = open_chat(options, place if place.is_dir() else place.parent, tokenizer)
+    directory = place if place.is_dir() else place.parent
+    chat = open_chat(options, directory, tokenizer)
+    ends = end_ids(directory, tokenizer)
     made = partial(EndpointScorer, clients=options.clients)
-    scorer = scorer_of(reader, made, tokenizer, options, identity="/".join(reader.by), chat=chat)
+    scorer = scorer_of(
+        reader, made, tokenizer, options, identity="/".join(reader.by), chat=chat, end_ids=ends
+    )
     source = Input(f"{reader.url} {reader.model}", "endpoint", "")
     return Opened(scorer, "gpt", source, None, tokenizer=tokenizer)

@@ -48,6 +48,7 @@ class Opened:
 
 def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> Opened:
     """The scorer of the model at `path`. Raises WrongUse when there is none, or it has no tokenizer."""
+    from ..data.model_settings import end_ids
     from ..data.tokenizer import Tokenizer
     from ..inference.runtimes.backends import kind_of, open_backend
 
@@ -68,6 +69,8 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         why = f"its head is {module.head.kind}"
         raise WrongUse("this BERT has no masked-word head to score with", where=path, why=why)
     own = {"identity": loaded.input.hash, "chat": open_chat(options, file.parent, tokenizer, loaded.family)}
+    if loaded.family == "gpt":
+        own["end_ids"] = end_ids(file.parent, tokenizer)
     scorer = scorer_of(module or loaded.backend, loaded.family, tokenizer, options, **own)
     return_freed_memory()  # scoring would come on top of it
     step = re.fullmatch(r"step-(\d+)", Path(loaded.input.path).name)
@@ -151,6 +154,7 @@ def checkpoints_of(run: Path | str) -> list[Path]:
 
 def task_scorer(names: str, limit: int | None = None) -> Callable[[Any], dict[str, float]]:
     """A function that scores a loaded backend on tasks: {"task metric": value} of metrics of which more is better."""
+    from ..data.model_settings import end_ids
     from ..data.tokenizer import Tokenizer
     from .asked import Settings
     from .runner import evaluate
@@ -162,7 +166,10 @@ def task_scorer(names: str, limit: int | None = None) -> Callable[[Any], dict[st
         if loaded.tokenizer is None:
             raise WrongUse("the model has no tokenizer, so no task can be scored", where="--tasks")
         tokenizer = Tokenizer.load(loaded.tokenizer)
-        scorer = scorer_of(loaded.causal or loaded.encoder, loaded.family, tokenizer)
+        own: dict[str, Any] = {}
+        if loaded.causal:
+            own["end_ids"] = end_ids(loaded.tokenizer.parent, tokenizer)
+        scorer = scorer_of(loaded.causal or loaded.encoder, loaded.family, tokenizer, **own)
         return {
             f"{scores.summary['task']} {name}": metric["value"]
             for scores in evaluate(scorer, tasks, Settings(limit=limit))

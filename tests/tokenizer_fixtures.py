@@ -170,3 +170,22 @@ def write_sentencepiece(directory: Path, generation: dict[str, Any] | None = Non
     for name, content in stated.items():
         (directory / name).write_text(json.dumps(content))
     return directory
+
+
+def write_ending(source: Path, directory: Path) -> Path:
+    """The model of `write_sentencepiece` with weights that make it say id 0 alone, which generation_config.json and
+    config.json name as an end.
+    """
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir(parents=True)
+    for file in source.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        tensors | {"model.norm.weight": tensors["model.norm.weight"] * 0}, directory / "model.safetensors"
+    )
+    for name in ("config.json", "generation_config.json"):
+        stated = json.loads((source / name).read_text()) | {"eos_token_id": [2, 0]}
+        (directory / name).write_text(json.dumps(stated))
+    return directory

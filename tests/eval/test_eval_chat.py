@@ -109,12 +109,12 @@ def test_an_answer_ends_where_the_turn_does(chat_model: Path) -> None:
     """As in a chat of the server: some families end a turn with a token that is not the tokenizer's end of text."""
     (chat_model / "chat_template.jinja").write_text(TURNS)
     scorer = open_scorer(chat_model, ScorerOptions(apply_chat_template=True)).scorer
-    assert scorer.tokenizer.vocab["<|im_end|>"] in scorer.chat.end_ids
+    assert scorer.tokenizer.vocab["<|im_end|>"] in scorer.end_ids
     prompt = chat_text(scorer.chat, [("user", "Who goes there?")])
-    scorer.chat.end_ids = frozenset()
+    scorer.end_ids = frozenset()
     ((_, whole),) = next(scorer.generate([prompt], (), 12))
     written = scorer.tokenizer.encode(whole).tolist()
-    scorer.chat.end_ids = frozenset(written[3:4])
+    scorer.end_ids = frozenset(written[3:4])
     ((_, cut),) = next(scorer.generate([prompt], (), 12))
     assert cut == scorer.tokenizer.decode(written[: written.index(written[3])]) != whole
 
