@@ -1,5 +1,6 @@
 """Fine-tuning: tasks that learn what can be learnt, and a result that opens with its head."""
 
+import dataclasses
 import json
 import shutil
 from functools import partial
@@ -20,17 +21,21 @@ from throughline.data.new_tokenizer import import_tokenizer
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.serving.encoding import Reader
 from throughline.models.bert import BERT, BERTWithHead
-from throughline.models.config import BERTConfig
+from throughline.models.config import MULTI_LABEL, REGRESSION, BERTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import build
 from throughline.models.sentence import MEAN, Sentence, read_sentence
 from throughline.prove.forked import run_ranks, warm
+from throughline.train.build import build_trainer
 from throughline.train.checkpoints.weights_in import open_weights
+from throughline.train.evaluate import whole_model
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
 from throughline.train.finetune.records import held_out, pair_row
 from throughline.train.finetune.run import _split, finetune, plan_task, write_model
 from throughline.train.finetune.tasks import TASKS
 from throughline.train.loop import train
+from throughline.train.parallel.mesh import make_mesh, start_group
+from throughline.train.step import train_step
 from tokenizers import processors
 
 SPOKEN = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
@@ -341,3 +346,107 @@ def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
     assert facts["validation"]["accuracy"] > 0.6, facts["validation"]
     assert facts["validation"]["matthews"] > 0.15
     assert "learning check" in facts["measured_on"]
+
+
+def scored() -> dict[str, Any]:
+    """A text and a number that one of its words decides."""
+    word, score = [("good", 0.9), ("fine", 0.7), ("bad", 0.2), ("poor", 0.35)][DRAW.integers(4)]
+    return {"text": f"{word} {phrase()}", "label": score}
+
+
+def several() -> dict[str, Any]:
+    """A text and the classes that one of its words decides, or none."""
+    word, found = [("good", ["warm"]), ("fine", ["warm", "dry"]), ("bad", []), ("poor", ["dry"])][
+        DRAW.integers(4)
+    ]
+    return {"text": f"{word} {phrase()}", "label": found}
+
+
+KINDS: dict[str, tuple[Any, set[str]]] = {
+    REGRESSION: (scored, {"pearson", "spearman", "mean_squared_error"}),
+    MULTI_LABEL: (several, {"micro_f1", "macro_f1", "accuracy"}),
+}
+
+
+@pytest.mark.parametrize("problem", KINDS)
+def test_numbers_and_several_classes_are_trained(
+    problem: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """From records alone to a model that opens as what it is, whose figures are those that were measured. That the
+    loss is the right one is proven beside transformers.
+    """
+    draw, figures = KINDS[problem]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(draw()) + "\n" for _ in range(60)))
+    recipe = recipe_for("classification", bases, path, epochs=2, learning_rate=2e-3)
+    facts = finetune(recipe, tmp_path / "out")
+    assert facts["validation"].keys() == figures
+    losses = [
+        row["loss"] for row in map(json.loads, (tmp_path / "out" / "metrics.jsonl").open()) if "loss" in row
+    ]
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])
+    model, tokenizer = open_weights(tmp_path / "out")
+    assert isinstance(model, BERTWithHead) and model.head.problem == problem
+    again, (learnt, measured) = TASKS["classification"](recipe, Tokenizer.load(tokenizer)), _split(recipe)
+    again.prepare(learnt, measured)
+    assert again.head == model.head
+    with torch.no_grad():
+        assert again.measure(model.eval(), measured, torch.device("cpu")) == facts["validation"]
+
+
+def repeated_passages() -> dict[str, Any]:
+    kind = DRAW.choice(["cat", "dog", "king", "moon"])
+    return {"text": f"{phrase()} {kind}", "passage": f"{kind} in rome"}
+
+
+LOSSES: dict[str, tuple[str, Any, dict[str, str]]] = {
+    "regression": ("classification", scored, {}),
+    "several": ("classification", several, {}),
+    "retrieval": ("retrieval", repeated_passages, {"pair_field": "passage"}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_processes_compute_what_one_does(name: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """Losses, gradient norms and weights of two steps in float64: with copies of the weights and with shares of them,
+    the records of a process all at once or in parts. Retrieval compares what a micro-batch has, which is as much.
+    """
+    warm()
+    task, draw, fields = LOSSES[name]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(draw()) + "\n" for _ in range(60)))
+    results = []
+    for parallel in ({}, {"data": 2}, {"data": 2, "sharding": "full"}):
+        data = {"train": str(path), **fields}
+        recipe = recipe_for(task, bases, path, data=data, parallel=parallel, micro_batch_rows=4)
+
+        def work(recipe: FinetuneRecipe = recipe) -> tuple[list[float], dict[str, torch.Tensor]]:
+            torch.set_num_threads(1)
+            plan = plan_task(recipe)
+            section = plan.recipe.train.model_copy(update={"precision": "fp64"})
+            plan = dataclasses.replace(plan, recipe=plan.recipe.model_copy(update={"train": section}))
+            layout = plan.recipe.parallel.layout()
+            if layout.world > 1:
+                start_group(plan.device, 60)
+            mesh = make_mesh(layout, plan.device, 60)
+            trainer, batches, figures = build_trainer(plan, mesh), plan.batches(mesh), []
+            own = section.rows_per_step // layout.data
+            for step in range(2):
+                batch = batches.batch(step * section.rows_per_step + mesh.data.rank * own, own)
+                result = train_step(trainer, batch, 1.0)
+                figures += [result.loss, result.grad_norm]
+            return figures, dict(whole_parameters(trainer.engine))
+
+        results.append(run_ranks(recipe.parallel.layout().world, work)[0])
+    (one, weights), *others = results
+    assert one[0] > 0.01 and one[1] > 0
+    for figures, shared in others:
+        assert figures == pytest.approx(one, rel=1e-12)
+        for parameter, value in shared.items():
+            assert (value - weights[parameter]).abs().max() < 1e-12, parameter
+
+
+def whole_parameters(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights, of all processes together. Collective."""
+    model = whole_model(engine)
+    return {} if model is None else {name: value.detach() for name, value in model.named_parameters()}

@@ -205,7 +205,8 @@ def inspect_tags(tags: Iterable[Any], class_names: Sequence[str] = ()) -> Tags:
     found = {rule.value(tag) for tag in tags}
     numbers = in_order(name for name in found if NUMBER.fullmatch(name))
     if numbers and len(numbers) == len(found - {"O"}):
-        names = ", ".join(f'"NAME{place}"' for place in range(max(_whole(numbers[-1]) + 1, 1)))
+        count = max(_whole(numbers[-1]) + 1, 1)
+        names = ", ".join(['"O"', *(f'"NAME{place}"' for place in range(1, count))])
         why = f"they are {', '.join(numbers[:SHOWN])}; an entity cannot be told from a number"
         fix = f"name the classes in order, beginning with that of 0: --set 'data.class_names=[{names}]'"
         raise WrongUse("the tags are numbers", where=WHERE, why=why, fix=fix)

@@ -162,8 +162,11 @@ def _readings(context: str, start: int) -> Iterator[int]:
     yield start
     if start < 0:
         return
-    yield len(context.encode("utf-16-le", "surrogatepass")[: 2 * start].decode("utf-16-le", "replace"))
-    yield len(context.encode("utf-8", "surrogatepass")[:start].decode("utf-8", "replace"))
+    for encoding, size in (("utf-16-le", 2 * start), ("utf-8", start)):
+        head = context.encode(encoding, "surrogatepass")[:size]
+        place = len(head.decode(encoding, "replace"))
+        if context[:place].encode(encoding, "surrogatepass") == head:  # not within a character
+            yield place
     ends = [match.start() for match in re.finditer("\r\n", context)]
     yield start + sum(1 for number, end in enumerate(ends) if end - number < start)
     feeds = [match.start() for match in re.finditer("(?<!\r)\n", context)]

@@ -398,11 +398,11 @@ class Retrieval(Task):
 
     def vectors(self, hidden_BSW: Tensor, batch: Batch) -> Tensor:
         """(B, W), each of length 1."""
-        real = batch["attention_mask"][..., None]
+        real, wide_BSW = batch["attention_mask"][..., None], hidden_BSW.to(wide_dtype(hidden_BSW.dtype))
         if self.sentence.pooling != "mean":
             place = (real.sum(1, keepdim=True) - 1) * (self.sentence.pooling == "last")
-            return F.normalize(hidden_BSW.take_along_dim(place, 1)[:, 0].float(), dim=-1)
-        return F.normalize((hidden_BSW.float() * real).sum(1) / real.sum(1), dim=-1)
+            return F.normalize(wide_BSW.take_along_dim(place, 1)[:, 0], dim=-1)
+        return F.normalize((wide_BSW * real).sum(1) / real.sum(1), dim=-1)
 
     def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
         vectors = self.vectors(hidden_BSW, batch)
