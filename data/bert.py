@@ -4,10 +4,11 @@ Pairs are drawn once per store and shard. "nsp" follows google-research/bert (cr
 aims at S - 3 tokens, or with probability `short_fraction` at a random length from 2; whole sentences are gathered until
 the aim is reached or the document ends; A is a random number of the first ones; B is the rest, or with probability 1/2
 (always when the rest is empty) text from a random sentence of another document of the shard on, and then the unused
-rest begins the next sample. The longer of A and B is shortened to S - 3, each token taken from its front or back at
-random. "sop" (ALBERT, Lan et al. 2019) always takes the rest and swaps the two with probability 1/2. "none" cuts
-documents into stretches of S - 2 tokens. All documents of a shard advance together, one sample a step: their draws are
-keyed by (seed, copy, document, sentence).
+rest begins the next sample. Where the shard has one document alone that text is of the same one, from any of its
+sentences but the one that follows A. The longer of A and B is shortened to S - 3, each token taken from its front or
+back at random. "sop" (ALBERT, Lan et al. 2019) always takes the rest and swaps the two with probability 1/2. "none"
+cuts documents into stretches of S - 2 tokens. All documents of a shard advance together, one sample a step: their draws
+are keyed by (seed, copy, document, sentence).
 
 Masks are drawn for every (seed, epoch, row). Of the maskable tokens of a segment `rate` are chosen (Devlin et al. 2018,
 section 3.1 and appendix A.1); of the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A segment with n
@@ -71,7 +72,7 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
         a, a_stop, b, b_stop = starts[here], starts[split], starts[split], starts[until]
         if options.nsp == "nsp":
             label = np.where(lone | (unit(draws[1]) < 0.5), IS_RANDOM, IS_NEXT)
-            other, other_stop = _elsewhere(part, documents, aim - (a_stop - a), draws[2], draws[3])
+            other, other_stop = _elsewhere(part, documents, split, aim - (a_stop - a), draws[2], draws[3])
             b, b_stop = np.where(label, other, b), np.where(label, other_stop, b_stop)
             until = np.where(label, split, until)
         else:
@@ -88,16 +89,30 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
 
 
 def _elsewhere(
-    part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: np.ndarray, where: np.ndarray
+    part: TokenStore,
+    documents: np.ndarray,
+    successors: np.ndarray,
+    aim: np.ndarray,
+    which: np.ndarray,
+    where: np.ndarray,
 ) -> Any:
-    """(start, stop) of whole sentences of another document from a random one on, `aim` tokens if it can."""
+    """(start, stop) of whole sentences of another document from a random one on, `aim` tokens if it can. Where there is
+    no other document they are of the same one, and do not begin with the sentence that follows A, its successor.
+    """
     starts, bounds = part.sequence_starts, part.document_bounds
     filled = np.flatnonzero(np.diff(starts[bounds]) > 0)
     mine = np.searchsorted(filled, documents)
     if len(filled) > 1:
         mine = (mine + 1 + below(which, len(filled) - 1)) % len(filled)
     chosen = filled[mine]
-    first = bounds[chosen] + below(where, np.diff(bounds)[chosen])
+    # sentences without a token begin where the next one does
+    left = np.maximum(np.searchsorted(starts, starts[successors], "left"), bounds[chosen])
+    right = np.minimum(np.searchsorted(starts, starts[successors], "right"), bounds[chosen + 1])
+    in_reach = (chosen == documents) & (successors < bounds[chosen + 1])
+    excluded = np.where(in_reach, right - left, 0)
+    excluded = np.where(excluded < np.diff(bounds)[chosen], excluded, 0)
+    first = bounds[chosen] + below(where, np.diff(bounds)[chosen] - excluded)
+    first += np.where(first >= left, excluded, 0)
     last = np.maximum(np.searchsorted(starts, starts[first] + np.maximum(aim, 1)), first + 1)
     return starts[first], starts[np.minimum(last, bounds[chosen + 1])]
 
@@ -243,6 +258,7 @@ class BERTPairs:
         identity |= {"packed": options.packing == "packed", "nsp": options.nsp}
         if options.nsp != "none":
             identity |= {"seed": options.seed, "copies": options.pair_copies, "short": options.short_fraction}
+            identity |= {"random": "without the successor"}  # which the indices of older versions had
         self.pairs, self.ends = computed_once(cache, identity, (PAIR, np.dtype("<i8")), self._index())
         self.rows = len(self.ends)
         if not self.rows:

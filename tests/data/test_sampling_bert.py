@@ -66,6 +66,23 @@ def store(tmp_path):
     return make_store(tmp_path / "store", sentences(0, 120), shards=2)
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_random_sentence_of_a_lone_document_is_not_the_next_one(empty, tmp_path):
+    """Of one document, where there is no other to draw from: every other sentence is drawn, those without a token
+    before them too; in a shard of several documents nothing changes.
+    """
+    lengths = [3, 2, 0, 4, 1] if empty else [3, 2, 4, 1]
+    for seed in range(3):
+        store = make_store(tmp_path / f"{seed}", [lengths])
+        starts = np.cumsum([0, *lengths])
+        found = pairs_of(store, seed=seed, pair_copies=60, nsp="nsp")
+        random = [(a + a_length, b) for a, a_length, b, _, label in found if label == 1]
+        assert len(random) > 30
+        inside = [(end, b) for end, b in random if end < starts[-1]]
+        assert inside and all(b != end for end, b in inside)
+        assert {b for _, b in random} == {*starts[:-1].tolist()}
+
+
 def test_next_and_random_sentences(store):
     """B follows A in its document, or comes from another document of the shard; lengths never exceed S - 3."""
     longest = 24

@@ -137,7 +137,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     rows, each = task.rows(learnt), task.rows_per_record
     task.inspect(rows)
     if running_processes()[0] == 0:
-        _say_notes(task, len(rows))
+        _say_notes(task, len(rows), base.config.sequence_length)
     content, beside = tokenizer_file.read_bytes(), tokenizer_file.parent
     groups = [rows[start : start + each] for start in range(0, len(rows), each)]
     run, config = training_recipe(recipe, len(groups)), base.config
@@ -158,15 +158,20 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     )
 
 
-def _say_notes(task: Task, rows: int) -> None:
-    """What the user should know of the records before a run."""
+def _say_notes(task: Task, rows: int, longest: int) -> None:
+    """What the user should know of the records before a run; `longest`: tokens that the model reads at once."""
     for is_warning, text in task.notes:
         (warn if is_warning else say)(text)
     if task.cut_rows:
         kept = "the end of a prompt is kept" if task.family == "gpt" else "the beginning is kept"
         what = "prompts with their responses" if task.family == "gpt" else "texts"
         text = f"{task.cut_rows:,} of {rows:,} {what} are longer than a row of {task.length} tokens: {kept}"
-        warn(f"{text}; longer rows: --set train.sequence_length=N")
+        fix = (
+            f"--set train.sequence_length={longest}"
+            if longest > task.length
+            else "the model reads no longer ones"
+        )
+        warn(f"{text}; {fix}")
 
 
 def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task:
@@ -209,7 +214,8 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
         if squad:
             fields = ["context"]
         else:
-            list(fields_of(records, data, *ROLES[recipe.task]))  # which every record must have
+            pair = ["pair_field"] if recipe.task == "classification" and data.pair_field else []
+            list(fields_of(records, data, *ROLES[recipe.task], *pair))  # which every record must have
         learnt, measured = [], []
         for record in records:
             (measured if held_out(record, fields, data.validation_fraction) else learnt).append(record)
