@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,8 @@ def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: 
         if work.length > work.config.sequence_length:
             model["overrides"] = {"sequence_length": work.length}
         if Path(options["model"]).is_dir():
-            fix = f"throughline recipe new --from {options['model']}"
+            weights = shlex.quote(options["model"])
+            fix = f"throughline recipe new --from {weights} --data tokens --machine cpu --out my.toml"
             raise WrongUse("a recipe is planned of a preset or a recipe", where="--write-recipe", fix=fix)
         tree = usual_sections(work.config, work.rows, work.length, steps)
         tree |= {"data": {"train": "tokens", "validation_fraction": 0.001}, "model": model}

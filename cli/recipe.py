@@ -1,5 +1,6 @@
 """`throughline recipe list|show|check|new`."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from ..planner.hardware import find_cluster, shipped_clusters
 from ..train.finetune import recipe as finetune
 from ..train.recipes.new_recipe import new_recipe
 from ..train.recipes.recipe import Recipe
-from ..train.recipes.resolved import check_passes, model_config, outlook, resolve
+from ..train.recipes.resolved import check_passes, is_text, model_config, outlook, resolve
 from ..train.recipes.rules import RULES
-from .common import PATH, option, recipe_options, throughline_command
+from .common import PATH, option, recipe_options, set_option, throughline_command
 
 
 @click.group()
@@ -90,9 +91,17 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
     click.Path(),
     "Weights to train on, instead of --model: a Hugging Face directory, a run or a checkpoint.",
 )
+@set_option("Set a field of the new recipe to another value. Repeatable.")
 @option("--out", PATH, "File to write, ending in .toml.", required=True)
 @throughline_command
-def new(out: Path, gpus: int | None, tokens: float | None, init_from: str | None, **given: Any) -> None:
+def new(
+    out: Path,
+    gpus: int | None,
+    tokens: float | None,
+    init_from: str | None,
+    overrides: tuple[str, ...],
+    **given: Any,
+) -> None:
     """Write a first recipe for a model, data and a machine. What is not given is asked for on a terminal.
 
     \b
@@ -103,6 +112,9 @@ def new(out: Path, gpus: int | None, tokens: float | None, init_from: str | None
     """
     from ..data.store import TokenStore
 
+    if out.suffix != ".toml":
+        fix = f"--out {shlex.quote(str(out))}.toml"
+        raise WrongUse("a recipe's name ends in .toml", where=out, fix=fix)
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")
     model, data, machine = map(given.get, ("model", "data", "machine"))
@@ -121,10 +133,21 @@ def new(out: Path, gpus: int | None, tokens: float | None, init_from: str | None
         fix = "give it, or run on a terminal to be asked"
         raise WrongUse("not everything is given", where=missing, fix=fix)
     assert data and machine
-    stored = TokenStore.open(data).tokens if Path(data).exists() else 0
+    if is_text(data):
+        tokenizer = init_from or "tok"
+        steps = [
+            f"throughline data tokenize {shlex.quote(data)} --tokenizer {shlex.quote(tokenizer)} --out tokens"
+        ]
+        if not init_from:
+            steps.insert(0, f"throughline data tokenizer {shlex.quote(data)} --vocab-size 8192 --out tok")
+        fix = "\n".join([*steps, "and then --data tokens"])
+        raise WrongUse("this is text, and a recipe is made for a token store", where=data, fix=fix)
+    store = TokenStore.open(data) if Path(data).exists() or Path(f"{data}.idx").exists() else None
+    stored = store.tokens if store else 0
     cluster = find_cluster(machine) if machine in {*chips(), *shipped_clusters()} else None
     chip = cluster.chip.key if cluster else machine
-    text = new_recipe(model or "", data, chip, gpus or 1, tokens, init_from or "", stored)
+    how = {"has_sentences": store is None or store.sequences > store.documents, "overrides": overrides}
+    text = new_recipe(model or "", data, chip, gpus or 1, tokens, init_from or "", stored, **how)
     write_atomic(out, text)
     recipe = resolve(load_recipe(str(out), Recipe, (), RULES))
     learnt = stored * (1 - recipe.data.validation_fraction)

@@ -49,7 +49,7 @@ def load_recipe(
     """A recipe from a path, or a shipped one by name, with its overrides. Raises WrongUse with all problems at once."""
     path = find_recipe(source)
     text, tree = read_toml(path)
-    return build_recipe(tree, model, rules, where=path, text=text, overridden=_set_overrides(tree, overrides))
+    return build_recipe(tree, model, rules, where=path, text=text, overridden=set_overrides(tree, overrides))
 
 
 def build_recipe(
@@ -139,7 +139,8 @@ def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]
         raise WrongUse(f"cannot read {what}: not a text file", where=path, why=why, fix=fix) from None
 
 
-def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[str]:
+def set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[str]:
+    """Put the overrides into a tree of values; their keys. Raises WrongUse for one of another form."""
     keys = []
     for item in overrides:
         key, value = parse_override(item)

@@ -251,7 +251,7 @@ class BERTPairs:
         if options.nsp != "none" and store.sequences <= store.documents:
             what = f'nsp = "{options.nsp}" needs sentences, this store has none'
             why = f"{store.sequences:,} sequences in {store.documents:,} documents: one each"
-            fix = 'tokenise again with sentences kept as sequences, or set nsp = "none"'
+            fix = "throughline data tokenize --sentences ..., or --set objective.sentences=none"
             raise WrongUse(what, why=why, fix=fix)
         self.store, self.options, self.mask = store, options, Masker(options)
         identity = {"what": "bert rows", "store": store.content_identity(), "length": options.sequence_length}

@@ -1,23 +1,29 @@
 """Recipes that ship and recipes that `recipe new` writes pass every rule, and hold what the machine can hold."""
 
+import dataclasses
 import json
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.errors import WrongUse
 from throughline.core.hardware import chips
-from throughline.core.recipe import load_recipe, shipped_recipes
-from throughline.models.config import GPTConfig
+from throughline.core.recipe import build_recipe, load_recipe, shipped_recipes
+from throughline.models.config import BERTConfig, GPTConfig, ModelConfig, preset, preset_names
+from throughline.models.families import families
+from throughline.models.huggingface_config import read_config
 from throughline.planner.hardware import find_cluster
 from throughline.planner.memory import capacity_bytes
 from throughline.train.recipes.new_recipe import new_recipe
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import model_config, predicted_memory
 from throughline.train.recipes.rules import RULES
+
+PUBLISHED_NAMES = Path(__file__).parents[1] / "models" / "published_names.json"
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
@@ -173,3 +179,94 @@ def test_a_new_recipe_says_what_a_rented_cluster_costs(tmp_path: Path) -> None:
         main, ["recipe", "new", "--machine", "A100", *given[:-1], str(tmp_path / "s.toml")]
     )
     assert done.exit_code == 2 and "--machine" in done.output and "a100-80gb" in done.output
+
+
+def published_shapes() -> dict[str, ModelConfig]:
+    """The shape of one published model of every family that docs/models.md lists."""
+    published = json.loads(PUBLISHED_NAMES.read_text())
+    for alias, of in (("xlm-roberta", "roberta"), ("megatron-bert", "bert")):
+        published[alias] = published[of] | {"config": published[of].get("config", {}) | {"model_type": alias}}
+    published["megatron-bert"].pop("config")  # that of the preset
+    shapes = {}
+    for name, row in published.items():
+        shape = preset(row["preset"]) if "preset" in row else read_config(row["config"], {}, name)
+        shapes[name] = dataclasses.replace(shape, nsp=False) if isinstance(shape, BERTConfig) else shape
+    assert shapes.keys() == families().keys()
+    return shapes
+
+
+def sensible(recipe: Recipe, config: ModelConfig, stored: int) -> None:
+    """The numbers that a person who knows pretraining would not stop at."""
+    train, held_out = recipe.train, recipe.data.validation_fraction * stored
+    assert train.sequence_length <= config.sequence_length
+    assert held_out > train.sequence_length and recipe.data.validation_fraction <= 0.1
+    rows = train.rows_per_step // recipe.parallel.data
+    assert rows.bit_count() == 1 and rows % train.rows_per_micro_batch == 0
+    tokens = train.rows_per_step * train.sequence_length
+    assert tokens <= max(stored / 20, recipe.parallel.data * train.sequence_length), (
+        "a step is a small part of the text"
+    )
+    assert tokens <= 4e6 * max(config.parameter_count() / 125e6, 0.05), "and of what suits the model"
+    assert train.steps >= 20 and len(str(train.steps).rstrip("0")) <= 2
+    assert train.steps / 20 - 1 <= train.eval_every_steps <= max(train.steps / 4, 1)
+    assert (
+        recipe.checkpoint.save_every_steps == train.eval_every_steps
+        and recipe.schedule.warmup_steps < train.steps
+    )
+    assert len(f"{recipe.optimizer.learning_rate:.15g}") <= 7, "no digits of a division"
+    assert (train.eval_rows or 0) >= 32
+
+
+@pytest.mark.parametrize("stored", [2_900, 30_000, 1_000_000, 100_000_000, 1_000_000_000])
+def test_a_new_recipe_passes_the_check_for_every_shape_and_size(
+    stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every preset and of weights of every family, from 10 kB of text to a thousand million tokens."""
+    for name in preset_names():
+        tree = tomllib.loads(new_recipe(name, "tokens", tokens=stored, stored=stored))
+        recipe = build_recipe(tree, Recipe, RULES)
+        sensible(recipe, model_config(recipe), stored)
+    for name, shape in published_shapes().items():
+        monkeypatch.setattr("throughline.train.recipes.new_recipe.shape_of", lambda _, shape=shape: shape)
+        monkeypatch.setattr("throughline.train.recipes.resolved.shape_of", lambda _, shape=shape: shape)
+        text = new_recipe("", "tokens", init_from=name, stored=stored)
+        recipe = build_recipe(tomllib.loads(text), Recipe, RULES)
+        sensible(recipe, shape, stored)
+        assert not isinstance(shape, BERTConfig) or recipe.objective.sentences == "none"
+        header = text.splitlines()[0]
+        assert " 0 " not in header and "0.00" not in header, header
+
+
+def test_a_new_recipe_from_an_encoder_without_a_pair_task_passes_the_check(tmp_path: Path) -> None:
+    """A BertForMaskedLM, as BGE, E5 and MiniLM begin; `--set` changes what is written, and is checked before it is."""
+    (tmp_path / "bge").mkdir()
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "vocab_size": 300,
+        "hidden_size": 48,
+    }
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 96,
+        "hidden_act": "gelu",
+    }
+    config |= {"max_position_embeddings": 128, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    (tmp_path / "bge" / "config.json").write_text(json.dumps(config))
+    weights = {"bert.embeddings.word_embeddings.weight": np.zeros((300, 48), np.float32)}
+    safetensors.numpy.save_file(weights, tmp_path / "bge" / "model.safetensors")
+    given = ["--from", str(tmp_path / "bge"), "--data", "tokens/x", "--machine", "cpu"]
+    out = str(tmp_path / "r.toml")
+    done = CliRunner().invoke(main, ["recipe", "new", *given, "--set", "train.steps=70", "--out", out])
+    assert done.exit_code == 0, done.output
+    assert CliRunner().invoke(main, ["recipe", "check", out]).exit_code == 0
+    recipe = load_recipe(out, Recipe, (), RULES)
+    assert recipe.objective.sentences == "none" and recipe.train.steps == 70
+    out = str(tmp_path / "s.toml")
+    done = CliRunner().invoke(
+        main, ["recipe", "new", *given, "--set", "train.sequence_length=256", "--out", out]
+    )
+    assert done.exit_code == 2 and "128 positions" in done.stderr and not Path(out).exists()
+    done = CliRunner().invoke(main, ["recipe", "new", *given, "--out", str(tmp_path / "recipe")])
+    assert done.exit_code == 2 and "recipe.toml" in done.stderr
