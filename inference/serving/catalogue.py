@@ -97,6 +97,13 @@ def _stamp(file: Path) -> tuple[str, int, int, int]:
     return str(file), status.st_size, status.st_mtime_ns, status.st_ino
 
 
+def _reason(error: Exception) -> str:
+    """What went wrong and why, in one line."""
+    if isinstance(error, ThroughlineError):
+        return ": ".join(part for part in (error.what, error.why) if part)
+    return f"{type(error).__name__}: {error}"
+
+
 class Catalogue:
     """The models of a server. `watch`: serve what a path holds whenever that changes; `directory`: models that may be
     loaded by name or path.
@@ -299,7 +306,7 @@ class Catalogue:
         try:
             newer = await self._open_beside(source, version)
         except Exception as error:  # of any library: what is served stays
-            self._watch_failed(source, f"{version.place} cannot be served: {error}")
+            self._watch_failed(source, f"{version.place} cannot be served: {_reason(error)}")
             return
         self._switch(newer)
         self.watch_errors.pop(source.name, None)
@@ -310,7 +317,7 @@ class Catalogue:
         try:
             return await asyncio.to_thread(source.version)
         except Exception as error:  # a broken link, a damaged file, a file system that is away
-            self._watch_failed(source, f"{source.path} cannot be read: {error}")
+            self._watch_failed(source, f"{source.path} cannot be read: {_reason(error)}")
             return None
 
     def _watch_failed(self, source: Source, error: str) -> None:

@@ -2,14 +2,19 @@
 lines elsewhere.
 """
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import termios
+import traceback
+from pathlib import Path
 
 import pytest
 from throughline.core import console
+from throughline.core.errors import WrongUse
 
 
 @pytest.mark.parametrize(
@@ -113,3 +118,84 @@ def test_nobody_is_told_when_all_is_quiet(capsys: pytest.CaptureFixture[str]) ->
     finally:
         console.configure()
     assert capsys.readouterr() == ("", "")
+
+
+# --- stderr that cannot be written ---
+
+
+def test_stderr_that_refuses_every_write_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full fails as a full disk does: our lines, progress, tracebacks and warnings raise nothing and are counted.
+    What went wrong leaves nothing behind that the interpreter's last flush would stumble over.
+    """
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with console.guarded_stderr():
+            console.say("a line")
+            print("of a library", file=sys.stderr, flush=True)
+            traceback.print_exception(ValueError("x"))
+            with console.progress("read", 3) as bar:
+                bar.advance(3)
+            assert console.dropped_lines() >= 3
+        assert sys.stderr is full
+        full.flush()
+
+
+def test_without_the_guard_our_own_lines_raise_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    for stderr in (Refusing(), None):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        console.warn("a line")
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many times what the pipe and the queue hold is logged at once; the rest is dropped and counted."""
+    monkeypatch.setattr(console, "WAITING_LINES", 10)
+    monkeypatch.setattr(console, "LAST_LINES_S", 0.01)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        with console.guarded_stderr(), console.background_stderr():
+            for _ in range(300):
+                console.say("x" * 1000)  # a pipe holds 64 KiB
+            assert 300 - 10 - 66 <= console.dropped_lines() < 300
+        os.close(reading)  # ends the thread
+
+
+def test_lines_that_wait_are_written_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        with console.guarded_stderr(), console.background_stderr():
+            for number in range(50):
+                console.say(f"line {number}")
+    with os.fdopen(reading) as pipe:
+        assert pipe.read().splitlines() == [f"line {number}" for number in range(50)]
+
+
+def test_stderr_is_json_lines_throughout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Our notes, the fields of a request, what libraries print and an error of four lines: each line is an object."""
+    with open(tmp_path / "log", "w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        with console.guarded_stderr():
+            console.configure_log("json", "info")
+            try:
+                console.say('a "note" of café')
+                console.log("warning", status=500, path="/ready")
+                print("two lines\nof a library", file=sys.stderr)
+                console.fail(WrongUse("wrong", where="here", fix="mend it"))
+                console.configure_log("json", "error")
+                console.warn("below the level")
+            finally:
+                console.configure()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", line.pop("time")) for line in lines)
+    assert lines == [
+        {"level": "info", "message": 'a "note" of café'},
+        {"level": "warning", "status": 500, "path": "/ready"},
+        {"level": "info", "message": "two lines"},
+        {"level": "info", "message": "of a library"},
+        {"level": "error", "message": str(WrongUse("wrong", where="here", fix="mend it"))},
+    ]

@@ -8,12 +8,17 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from throughline.core.errors import WrongUse
+from throughline.core.artifact import create_artifact
+from throughline.core.errors import Failed, WrongUse
 from throughline.inference.serving import catalogue, worker
-from throughline.inference.serving.catalogue import Source
+from throughline.inference.serving.accounts import ServerLimits, Telemetry
+from throughline.inference.serving.calls import Server
+from throughline.inference.serving.catalogue import Catalogue, Source
+from throughline.inference.serving.served import ServedModel
 
 ASKED = {"model": "gpt", "prompt": "The quick", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -105,6 +110,198 @@ def test_a_run_is_followed_and_no_request_is_lost(
             await until(lambda: not old.remotes[0].ready)  # it has ended
             (entry,) = (await found.client.get("/v1/models")).json()["data"]
             assert entry["checkpoint"] == "step-00000002"
+
+    asyncio.run(main())
+
+
+def test_any_kind_of_model_is_replaced_and_no_request_is_lost(
+    gpt_dir: Path, gpt_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: None
+) -> None:
+    """Clients ask without a pause while a watched link leads from one Hugging Face directory to another, while its
+    files are written anew, and while /models/load puts an ONNX artifact there: each gets the answer of one of them.
+    """
+    from conftest import gpt_tokenizer, opinionated, write_model
+    from throughline.models.config import GPTConfig
+    from throughline.models.init import build
+
+    monkeypatch.setattr(catalogue, "LOOK_S", 0.02)
+    shelf, link = tmp_path / "shelf", tmp_path / "current"
+    shelf.mkdir()
+    config = GPTConfig(vocab_size=304, sequence_length=160, layers=1, width=32, heads=4, tied=False)
+    for seed in (4, 5):
+        write_model(shelf / f"v{seed}", opinionated(build(config, seed)), gpt_tokenizer())
+    (shelf / "artifact").symlink_to(gpt_onnx)
+    link.symlink_to(gpt_dir)
+
+    async def main() -> None:
+        watching = {"watch": True, "directory": shelf}
+        async with in_thread.running(monkeypatch, [f"gpt={link}"], catalogue=watching) as found:
+            answers = [ids(await found.complete(**ASKED))]
+            outcomes: list[tuple[int, list[int]]] = []
+            ended = asyncio.Event()
+
+            async def client() -> None:
+                while not ended.is_set():
+                    answer = await found.client.post("/v1/completions", json=ASKED)
+                    outcomes.append((answer.status_code, answer.json()["choices"][0]["token_ids"]))
+
+            async def replaced(act: Any) -> None:
+                old = found.server.catalogue.find("gpt")
+                await act()
+                await until(lambda: found.server.catalogue.find("gpt") is not old)
+                answers.append(ids(await found.complete(**ASKED)))
+
+            async def switch_link() -> None:
+                (tmp_path / "next").symlink_to(shelf / "v4")
+                os.replace(tmp_path / "next", link)
+
+            async def write_anew() -> None:
+                shutil.copy(shelf / "v5" / "model.safetensors", shelf / "v4" / "model.safetensors")
+
+            async def load() -> None:
+                body = {"name": "gpt", "path": "artifact"}
+                answer = await found.client.post("/models/load", json=body)
+                assert answer.status_code == 200, answer.text
+
+            clients = [asyncio.create_task(client()) for _ in range(3)]
+            for act in (switch_link, write_anew, load):
+                await replaced(act)
+            ended.set()
+            await asyncio.gather(*clients)
+            assert {status for status, _ in outcomes} == {200}
+            assert answers[0] == answers[3] and len({tuple(answer) for answer in answers}) == 3
+            assert {tuple(made) for _, made in outcomes} <= {tuple(answer) for answer in answers}
+            (model,) = (await found.client.get("/v1/models")).json()["data"][:1]
+            assert model["id"] == "gpt" and model["backend"] == "onnxruntime" and "watch_error" not in model
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "", ".", "nothing"])
+def test_a_path_outside_the_directory_of_models_is_not_loaded(path: str, tmp_path: Path) -> None:
+    (tmp_path / "shelf").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    models = Catalogue([], directory=tmp_path / "shelf")
+    with pytest.raises(WrongUse, match=r"models are not loaded from there|no such model"):
+        asyncio.run(models.load("gpt", path))
+
+
+# --- models that cannot be read or opened; they are stand-ins of no processes ---
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model opens unless its directory holds a file called `broken`."""
+
+    async def start(self: ServedModel, place: Path | None = None) -> None:
+        path = place or Path(self.remotes[0].path)
+        if (path / "broken").exists():
+            raise Failed("the weights are damaged", where=path)
+        self.tokenizer = SimpleNamespace(mask_id=None)
+        self.facts = {"context": 8, "outputs": ["sentence_embedding"], "family": "bert"}
+        self.remotes[0].path = str(path)
+        for remote in self.remotes:
+            remote.ready = True
+
+    monkeypatch.setattr(ServedModel, "start", start)
+    monkeypatch.setattr(ServedModel, "endpoints", ["/v1/embeddings"])
+    monkeypatch.setattr(catalogue, "LOOK_S", 0.005)
+
+
+def write_checkpoint(run: Path, name: str, *files: str) -> None:
+    with create_artifact(run / "checkpoints" / name, "checkpoint") as draft:
+        for file in ("weights", *files):
+            (draft.path / file).write_text(name)
+
+
+def test_a_pointer_that_cannot_be_read_is_read_again_and_a_broken_checkpoint_when_it_changes(
+    stand_ins: None, tmp_path: Path
+) -> None:
+    """What is served stays meanwhile; the log, a counter, /ready and /v1/models say why."""
+    from throughline.inference.serving.server import build_app
+
+    run, latest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "latest"
+    write_checkpoint(run, "step-00000001")
+    latest.write_text("step-00000001")
+
+    async def main() -> None:
+        import httpx
+
+        telemetry = Telemetry()
+        server = Server(Catalogue([f"gpt={run}"], watch=True), ServerLimits(), telemetry)
+        app = build_app(server)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        async with app.router.lifespan_context(app), client:
+            models = server.catalogue
+
+            def served() -> str:
+                return Path(models.find("gpt").remotes[0].path).name
+
+            await until(lambda: models.find("gpt").ready)
+            latest.write_bytes(b"\xff\xfe")
+            await until(lambda: "gpt" in models.watch_errors)
+            state = (await client.get("/ready")).json()
+            assert state["ready"] and "cannot be read" in state["watch_errors"]["gpt"]
+            assert "cannot be read" in (await client.get("/v1/models")).json()["data"][0]["watch_error"]
+            assert models.totals["gpt"].watch_failures > 0
+            assert 'throughline_watch_failures_total{model="gpt"}' in telemetry.page().decode()
+            write_checkpoint(run, "step-00000002", "broken")
+            latest.write_text("step-00000002")
+            await until(lambda: "damaged" in models.watch_errors.get("gpt", ""))
+            assert served() == "step-00000001"
+            shutil.rmtree(run / "checkpoints" / "step-00000002")
+            write_checkpoint(run, "step-00000002")
+            await until(lambda: served() == "step-00000002")
+            assert not models.watch_errors and (await client.get("/ready")).json()["watch_errors"] == {}
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_be_opened_does_not_end_the_others(stand_ins: None, tmp_path: Path) -> None:
+    """Its requests get 503 with the reason; it is loaded when it has been mended."""
+    from throughline.inference.serving.server import build_app
+
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bad" / "broken").touch()
+
+    async def main() -> None:
+        import httpx
+
+        specs = [str(tmp_path / name) for name in ("good", "bad")]
+        server = Server(Catalogue(specs, directory=tmp_path), ServerLimits(), Telemetry())
+        app = build_app(server)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        async with app.router.lifespan_context(app), client:
+            await until(lambda: server.models[1].failure)
+            ready = await client.get("/ready")
+            assert ready.status_code == 200 and ready.json()["failed"] == {"bad": "the weights are damaged"}
+            answer = await client.post("/v1/embeddings", json={"model": "bad", "input": "a"})
+            assert (
+                answer.status_code == 503 and "the weights are damaged" in answer.json()["error"]["message"]
+            )
+            listed = {model["id"]: model["status"] for model in server.catalogue.describe()}
+            assert listed["good"]["value"] == "loaded" and listed["bad"]["value"] == "failed"
+            assert server.failure is None
+            (tmp_path / "bad" / "broken").unlink()
+            assert (await client.post("/models/load", json={"model": "bad"})).status_code == 200
+            assert (await client.get("/ready")).json()["failed"] == {}
+
+    asyncio.run(main())
+
+
+def test_when_no_model_can_be_opened_the_server_ends_with_the_first_error(
+    stand_ins: None, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "broken").touch()
+
+    async def main() -> None:
+        specs = [str(tmp_path / name) for name in ("one", "two")]
+        server = Server(Catalogue(specs), ServerLimits(), Telemetry())
+        await server.start()
+        assert server.failure is not None and server.failure.what == "the weights are damaged"
 
     asyncio.run(main())
 
