@@ -146,8 +146,17 @@ def new(
     stored = store.tokens if store else 0
     cluster = find_cluster(machine) if machine in {*chips(), *shipped_clusters()} else None
     chip = cluster.chip.key if cluster else machine
-    how = {"has_sentences": store is None or store.sequences > store.documents, "overrides": overrides}
-    text = new_recipe(model or "", data, chip, gpus or 1, tokens, init_from or "", stored, **how)
+    text = new_recipe(
+        model or "",
+        data,
+        chip,
+        gpus or 1,
+        tokens,
+        init_from or "",
+        stored,
+        has_sentences=store is None or store.sequences > store.documents,
+        overrides=overrides,
+    )
     write_atomic(out, text)
     recipe = resolve(load_recipe(str(out), Recipe, (), RULES))
     learnt = stored * (1 - recipe.data.validation_fraction)

@@ -123,6 +123,7 @@ def _batch(shape: ModelConfig, total: float, length: int, gpus: int, most_micro:
     The published batch, smaller for a smaller model, and so small that the run's `total` tokens make USUAL_STEPS.
     """
     count = shape.parameter_count()
+    published: float
     if family_of(shape) == "bert":
         published, smallest = DEVLIN_TOKENS, DEVLIN_PARAMETERS
     else:
