@@ -35,6 +35,42 @@ VERBS = {
 }
 
 
+# what people look for under other names -> the command, or the sentence, that says what there is
+ELSEWHERE = {
+    "throughline serve RUN, and then its page at http://127.0.0.1:8000/": "chat ui web webui api gradio server",
+    "throughline generate RUN --prompt TEXT": "complete completion infer inference predict run sample ask prompt",
+    "throughline export RUN --to onnx (or huggingface, gguf, tensorrt)": "convert quantize onnx gguf save deploy",
+    "the same `throughline train` command continues a run that was stopped": "resume continue restart",
+    "throughline train RECIPE": "pretrain fit pretraining",
+    "throughline finetune RECIPE --init-from MODEL": "sft tune instruct lora dpo fine-tune",
+    "throughline eval MODEL --tasks TASK": "evaluate score test lm-eval lm_eval perplexity ppl",
+    "throughline data tokenize TEXT --tokenizer TOKENIZER --out TOKENS": "prepare preprocess encode ingest dataset",
+    "throughline show PATH": "info describe cat view provenance",
+    "throughline doctor": "env version versions check-env status gpu gpus",
+    "throughline recipe list": "list ls recipes models presets configs",
+    "throughline recipe new --model MODEL --data TOKENS --machine cpu --out my.toml": "init config create",
+    "throughline embed MODEL FILE": "embeddings vectors embedding",
+    "throughline report RUN": "plot dashboard tensorboard curves logs",
+    "throughline bench load or latency": "benchmark perf profile",
+    "hf download NAME --local-dir DIRECTORY, and then that directory": "download pull get fetch login",
+    "throughline --help": "help man usage commands",
+}
+GROUPS = ("data", "recipe", "plan", "bench")
+
+
+def _instead(name: str) -> str:
+    """The command that does what an unknown one is for: the nearest, one of a group, or what has another name."""
+    nearest = did_you_mean(name, VERBS)
+    for sentence, names in ELSEWHERE.items():
+        if name.lower() in names.split():
+            return sentence
+    for group in GROUPS:
+        command = main.get_command(click.Context(main), group)
+        if isinstance(command, click.Group) and name in command.commands:
+            return f"throughline {group} {name}"
+    return nearest or f"there are {', '.join(VERBS)}"
+
+
 class Verbs(click.Group):
     """A group whose commands are imported on demand: `command` of the verb's own file, or its name in a shared one."""
 
@@ -54,8 +90,7 @@ class Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and args[0] not in VERBS:
-            near = did_you_mean(args[0], VERBS)
-            ctx.fail(f"no such command {args[0]!r}{': ' if near else ''}{near}")
+            ctx.fail(f"no such command {args[0]!r}: {_instead(args[0])}")
         return super().resolve_command(ctx, args)
 
 

@@ -6,6 +6,7 @@ line. Rules that span fields are small functions that return problems.
 
 import json
 import re
+import shlex
 import tomllib
 import types
 import typing
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import WrongUse, did_you_mean, nearest
 from .files import sha256_json
+from .recipe_names import familiar
 
 
 class Section(BaseModel):
@@ -61,7 +63,7 @@ def build_recipe(
     text: str = "",
     overridden: frozenset[str] = frozenset(),
     what: str = "the recipe",
-    fix: str = "see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
+    fix: str = "every field: throughline recipe show; a check of a recipe: throughline recipe check RECIPE",
 ) -> Recipe:
     """Validate a tree of values into `model` by the rules too. Raises WrongUse with every problem."""
     recipe = None
@@ -195,7 +197,9 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
             place, _, name = key.rpartition(".")
             given = wrong[0]["input"]
             names = {name, *given} if isinstance(given, dict) else {name}
-            others = [path for path, *_ in describe(model) if path.rpartition(".")[2] in names]
+            fields = [path for path, *_ in describe(model)]
+            others = [path for path in fields if path.rpartition(".")[2] in names]
+            others = others or [setting for each in sorted(names) if (setting := familiar(each, fields))]
             fix = did_you_mean(name, known, "known here: " + ", ".join(known))
             if others:
                 fix = f"it is {' or '.join(others)} here"
@@ -205,11 +209,15 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
         elif wrong[0]["type"] == "missing":
             yield Problem(key, "missing")
         elif wrong[0]["type"] == "model_type" and section:
-            fields = ", ".join(f"{key}.{name}" for name in section.model_fields)
-            yield Problem(key, f"a section, not {wrong[0]['input']!r}", f"it has {fields}")
+            its_fields = ", ".join(f"{key}.{name}" for name in section.model_fields)
+            yield Problem(key, f"a section, not {wrong[0]['input']!r}", f"it has {its_fields}")
         else:
             texts = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in wrong)
-            yield Problem(key, f"{' or '.join(texts)}, not {wrong[0]['input']!r}")
+            fix = ""
+            if wrong[0]["type"] == "list_type":
+                as_list = f"{key}={json.dumps([wrong[0]['input']], default=str)}"
+                fix = f"as a list: --set {shlex.quote(as_list)}"
+            yield Problem(key, f"{' or '.join(texts)}, not {wrong[0]['input']!r}", fix)
 
 
 def _place(loc: Sequence[str | int], model: type[Section]) -> tuple[list[str], type[Section] | None]:

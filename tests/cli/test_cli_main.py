@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.common import throughline_command
 from throughline.cli.demo import check_text, road
-from throughline.cli.main import VERBS, main
+from throughline.cli.main import ELSEWHERE, VERBS, main
 from throughline.core import console, hardware
 from throughline.core.artifact import create_artifact, input_record
 from throughline.core.errors import WrongUse
@@ -194,3 +194,26 @@ def test_a_lost_terminal_is_reported_twice_and_stops_once(monkeypatch: pytest.Mo
 
     assert CliRunner().invoke(works).exit_code == 75
     assert cleaned
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("trian", "did you mean train?"),
+        ("chat", "throughline serve RUN"),
+        ("convert", "throughline export RUN"),
+        ("resume", "the same `throughline train` command continues"),
+        ("tokenize", "throughline data tokenize"),
+        ("layouts", "throughline plan layouts"),
+        ("qqq", "there are data, plan"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_what_there_is(name: str, said: str) -> None:
+    done = CliRunner().invoke(main, [name])
+    assert done.exit_code == 2 and said in done.stderr
+
+
+def test_no_command_hides_behind_a_hint() -> None:
+    """A name that is a command now is no hint any more, and each name has one."""
+    names = " ".join(ELSEWHERE.values()).split()
+    assert not set(names) & set(VERBS) and len(names) == len(set(names))

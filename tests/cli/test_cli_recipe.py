@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.errors import WrongUse
 from throughline.core.hardware import chips
-from throughline.core.recipe import build_recipe, load_recipe, shipped_recipes
+from throughline.core.recipe import build_recipe, describe, load_recipe, shipped_recipes
+from throughline.core.recipe_names import THEIRS
 from throughline.models.config import BERTConfig, GPTConfig, ModelConfig, preset, preset_names
 from throughline.models.families import families
 from throughline.models.huggingface_config import read_config
@@ -151,11 +152,31 @@ def test_a_new_recipe_from_weights_has_their_shape(tmp_path: Path) -> None:
         (["train", "gpt-shakespeare"], "train.step", "did you mean steps?"),
         (["finetune", "finetune-search"], "train.learning_rate", "it is optimizer.learning_rate here"),
         (["finetune", "finetune-search"], "model", "it has model.init_from"),
+        (["train", "gpt-shakespeare"], "parallel.tp", "it is parallel.tensor here"),
+        (["train", "gpt-shakespeare"], "parallel.dp", "it is parallel.data here"),
+        (["train", "gpt-shakespeare"], "parallel.fsdp", 'it is parallel.sharding = "full" here'),
+        (["train", "gpt-shakespeare"], "optimizer.lr", "it is optimizer.learning_rate here"),
+        (["train", "gpt-shakespeare"], "max_model_len", "it is train.sequence_length here"),
+        (["train", "gpt-shakespeare"], "model.overrides.n_layer", "it is model.overrides.layers here"),
+        (["train", "gpt-shakespeare"], "log.sinks", "--set 'log.sinks=[1]'"),
+        (["finetune", "finetune-search"], "lr", "it is optimizer.learning_rate here"),
     ],
 )
 def test_a_field_of_another_section_is_named_with_it(command: list[str], key: str, said: str) -> None:
     done = CliRunner().invoke(main, [*command, "--set", f"{key}=1"])
     assert done.exit_code == 2 and said in done.output
+
+
+def test_every_familiar_name_leads_to_a_setting_that_exists() -> None:
+    """Each setting is a field of a recipe or of a model's shape, and its value, where it has one, is legal."""
+    fields = {key for key, *_ in describe(Recipe)}
+    shape = {field.name for each in (GPTConfig, BERTConfig) for field in dataclasses.fields(each)}
+    for setting in THEIRS:
+        key, _, value = setting.partition(" = ")
+        assert key in fields or key.removeprefix("model.overrides.") in shape, key
+        load_recipe("gpt-shakespeare", Recipe, [f"{key}={value}"] if value else [])
+    names = " ".join(THEIRS.values()).split()
+    assert len(names) == len(set(names)) and not any("_" in name or "-" in name for name in names)
 
 
 def test_a_new_recipe_says_what_a_rented_cluster_costs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 from ...core.errors import WrongUse
 from ...core.recipe import Problem
+from ...core.recipe_names import familiar
 from ...models.config import BERTConfig, ModelConfig, family_of
 from ...planner import layout as layouts
 from .recipe import DataSection, ObjectiveSection, Recipe
@@ -115,7 +116,8 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
         if "has no field" in error.what:
             key = key.replace("model.", "model.overrides.")
         text = ": ".join(filter(None, (error.what, error.why.replace("\n", "; "))))
-        yield Problem(key, text, error.fix)
+        theirs = familiar(key.removeprefix("model.overrides."), ("model.overrides", "train.sequence_length"))
+        yield Problem(key, text, f"it is {theirs} here" if theirs else error.fix)
         return
     if recipe.model.family and recipe.model.family != family_of(config):
         text = f"preset {recipe.model.preset} is a {family_of(config)}"
