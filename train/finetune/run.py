@@ -31,7 +31,8 @@ from ..parallel.mesh import Mesh, own_device, running_processes
 from ..recipes.rules import wrong_processes
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, class_names, fields_of, held_out, read_records
-from .tasks import TASKS, Task
+from .task import Task
+from .tasks import TASKS
 
 LEARNING_CHECK = "a part of the same records, held out by hash: a learning check, no benchmark score"
 

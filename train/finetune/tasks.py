@@ -3,9 +3,8 @@
 Shape letters: B rows, S positions, W width, N places with a target, L outputs of a head.
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,127 +14,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.errors import WrongUse
-from ...data.tokenizer import Tokenizer
 from ...models.bert import Head
-from ...models.config import MULTI_LABEL, REGRESSION, SINGLE_LABEL, BERTConfig, ModelConfig
-from ...models.init import empty_model, empty_with_head
-from ...models.sentence import MEAN, Sentence
+from ...models.config import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum, wide_dtype
-from ..objective import Objective, bound_documents, places_of
+from ..objective import places_of
 from ..parallel.mesh import ALONE, Axis
 from .labels import Tags, TextLabels, inspect_labels, inspect_tags, label_notes
-from .recipe import FinetuneRecipe
 from .records import (
     OF_CLASSES,
     Record,
     Row,
     classification,
-    collate,
     fields_of,
     pair_row,
     regression,
-    retrieval,
     several_classes,
     squad,
     tagging,
 )
+from .retrieval import Retrieval
 from .squad import Located
-
-Note = tuple[bool, str]  # whether it is a warning, text
-
-
-@dataclass
-class Task:
-    """Used in this order: `prepare` (labels), `rows`, `objective` (the model with its head, and `sums` of the losses of
-    a micro-batch, divided by the `count` of the whole batch), `measure` over the records that were held out. `notes`
-    are for the user who starts the run.
-    """
-
-    recipe: FinetuneRecipe
-    tokenizer: Tokenizer
-    family: str = "bert"
-    untrained: tuple[str, ...] = ()  # beginnings of names of parameters that the loss does not reach
-    rows_per_record: int = 1
-    head: Head | None = None  # the new one of the model
-    sentence: Sentence = MEAN  # how the model's directory embeds
-    class_names: tuple[str, ...] = ()  # of labels that are numbers
-    notes: list[Note] = field(default_factory=list)
-    cut_rows: int = 0  # of which the last call of `rows` left something out
-
-    @property
-    def length(self) -> int:
-        return self.recipe.train.sequence_length
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.head.labels if self.head else ()
-
-    def prepare(self, learnt: Sequence[Record], measured: Sequence[Record]) -> Sequence[Record]:
-        """Look at all records, those held out too: a head has the labels there are. Returns the records to learn
-        from, without those that cannot be learnt.
-        """
-        return learnt
-
-    def inspect(self, rows: Sequence[Row]) -> None:
-        """Look at the rows to learn from."""
-
-    def framed(self, first: np.ndarray, second: np.ndarray | None = None, length: int = 0) -> Row:
-        """`pair_row`; one that had to be cut is counted."""
-        row = pair_row(self.tokenizer, first, second, length or self.length)
-        sizes = len(first) if second is None else len(first) + len(second) + self.tokenizer.separators
-        self.cut_rows += len(row["input_ids"]) < sizes + 2
-        return row
-
-    def rows(self, records: Sequence[Record]) -> list[Row]:
-        raise NotImplementedError
-
-    def objective(self, config: ModelConfig) -> Objective:
-        def empty(dtype: torch.dtype) -> Model:
-            model: Any = empty_model(config, dtype=dtype)
-            if self.head is not None:
-                assert isinstance(config, BERTConfig)
-                model = empty_with_head(config, self.head, dtype=dtype)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(not name.startswith(self.untrained))
-            return model
-
-        return Objective(empty, self.sums)
-
-    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
-        """The sum of the losses of a micro-batch, (1,): of what the head says of every target."""
-        logits_BL, targets = model.classify(hidden_BSW), batch["targets"]
-        return cross_entropy_sum(logits_BL.flatten(0, -2), targets.flatten()).view(1)
-
-    def count(self, batch: Mapping[str, np.ndarray]) -> int:
-        """By what the sum over a whole batch is divided: targets, or records where no row has any."""
-        targets = batch.get("predicted_targets", batch.get("targets"))
-        if targets is not None:
-            return int(np.count_nonzero(targets != IGNORED))
-        return len(batch["input_ids"]) // self.rows_per_record
-
-    def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
-        raise NotImplementedError
-
-    def collated(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-        """Rows of one length; an encoder's padding is a document of its own."""
-        batch = collate(rows, self.tokenizer.pad_id or 0)
-        if self.family == "bert":
-            batch |= bound_documents({name: batch[name] for name in ("input_ids", "attention_mask")})
-        return batch
-
-    def batches(self, rows: Sequence[Row], device: torch.device) -> Iterator[Batch]:
-        size = self.recipe.train.batch_rows * self.rows_per_record
-        for start in range(0, len(rows), size):
-            batch = self.collated(rows[start : start + size])
-            yield {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
-
-    def answers(
-        self, model: Any, records: Sequence[Record], device: torch.device
-    ) -> Iterator[tuple[Tensor, Batch]]:
-        """What an encoder, or its head, says of all rows of the records, a batch at a time."""
-        for batch in self.batches(self.rows(records), device):
-            inputs = {name: batch[name] for name in ("input_ids", "token_types", "attention_mask")}
-            yield model(**inputs), batch
+from .task import Task
 
 
 @dataclass
@@ -339,91 +238,6 @@ def best_span(start: np.ndarray, end: np.ndarray, longest: int) -> tuple[float, 
     allowed = np.triu(np.ones_like(scores, bool)) & ~np.triu(np.ones_like(scores, bool), longest)
     first, last = divmod(int(np.where(allowed, scores, -np.inf).argmax()), len(end))
     return float(scores[first, last]), first, last
-
-
-Relevant = dict[bytes, set[bytes]]  # the passages that answer a query
-
-
-def text_pairs(rows: Sequence[Row]) -> list[tuple[bytes, bytes]]:
-    """What identifies query and passage of each record: a hash of the tokens that the model reads."""
-    names = [hashlib.blake2b(row["input_ids"].tobytes(), digest_size=16).digest() for row in rows]
-    return list(zip(names[0::2], names[1::2]))
-
-
-def relevant_passages(pairs: Iterable[tuple[bytes, bytes]]) -> Relevant:
-    """All passages of each query."""
-    relevant: Relevant = {}
-    for query, passage in pairs:
-        relevant.setdefault(query, set()).add(passage)
-    return relevant
-
-
-@dataclass
-class Retrieval(Task):
-    """Each query against the passages of its batch by cosine, as `embed` (van den Oord et al. 2018, InfoNCE). Texts
-    that are the same tokens are one text: a passage is one candidate however often it stands in a batch, and no passage
-    that answers a query anywhere in the records is a wrong answer to it.
-    """
-
-    untrained: tuple[str, ...] = ("mlm_", "pooler.", "nsp.")
-    rows_per_record: int = 2  # query, passage
-    relevant: Relevant = field(default_factory=dict)  # of all pairs learnt from
-
-    def inspect(self, rows: Sequence[Row]) -> None:
-        pairs = text_pairs(rows)
-        self.relevant = relevant_passages(pairs)
-        queries, passages = ({pair[side] for pair in pairs} for side in (0, 1))
-        if len(queries) < len(pairs) or len(passages) < len(pairs):
-            text = f"{len(pairs):,} pairs, of which {len(pairs) - len(set(pairs)):,} repeat another; "
-            text += f"{len(queries):,} different queries, {len(passages):,} different passages"
-            self.notes.append((False, f"{text}: equal passages are one candidate"))
-
-    def rows(self, records: Sequence[Record]) -> list[Row]:
-        data, encode = self.recipe.data, self.tokenizer.encode
-        texts = [text for pair in fields_of(records, data, "text_field", "pair_field") for text in pair]
-        length, framed = self.sentence.context(self.length), self.sentence.text
-        self.cut_rows = 0
-        return [self.framed(encode(framed(str(text))), None, length) for text in texts]
-
-    def collated(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-        """With `is_candidate` (Q, P) bool: the passages that a query is compared with."""
-        batch, pairs = super().collated(rows), text_pairs(rows)
-        here = relevant_passages(pairs)
-        places = {passage: place for place, (_, passage) in reversed(list(enumerate(pairs)))}
-        is_candidate = np.eye(len(pairs), dtype=bool)
-        for row, (query, _) in enumerate(pairs):
-            answers = here[query] | self.relevant.get(query, set())
-            is_candidate[row, [place for passage, place in places.items() if passage not in answers]] = True
-        return batch | {"is_candidate": is_candidate}
-
-    def vectors(self, hidden_BSW: Tensor, batch: Batch) -> Tensor:
-        """(B, W), each of length 1."""
-        real, wide_BSW = batch["attention_mask"][..., None], hidden_BSW.to(wide_dtype(hidden_BSW.dtype))
-        if self.sentence.pooling != "mean":
-            place = (real.sum(1, keepdim=True) - 1) * (self.sentence.pooling == "last")
-            return F.normalize(wide_BSW.take_along_dim(place, 1)[:, 0], dim=-1)
-        return F.normalize((wide_BSW * real).sum(1) / real.sum(1), dim=-1)
-
-    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
-        vectors = self.vectors(hidden_BSW, batch)
-        cosines = vectors[0::2] @ vectors[1::2].T / self.recipe.temperature
-        cosines = cosines.masked_fill(~batch["is_candidate"], float("-inf"))
-        return cross_entropy_sum(cosines, torch.arange(len(cosines), device=cosines.device)).view(1)
-
-    def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
-        """Each different query against all different passages that were held out."""
-        hidden = getattr(model, "encoder", model).hidden
-        vectors = torch.cat([self.vectors(*answer) for answer in self.answers(hidden, records, device)])
-        pairs = text_pairs(self.rows(records))
-        here = relevant_passages(pairs)
-        queries = {query: place for place, (query, _) in reversed(list(enumerate(pairs)))}
-        passages = {passage: place for place, (_, passage) in reversed(list(enumerate(pairs)))}
-        cosines_QP = vectors[0::2][list(queries.values())] @ vectors[1::2][list(passages.values())].T
-        is_relevant_QP = np.zeros(cosines_QP.shape, bool)
-        for row, query in enumerate(queries):
-            answers = here[query] | self.relevant.get(query, set())
-            is_relevant_QP[row] = [passage in answers for passage in passages]
-        return retrieval(cosines_QP.cpu().numpy(), is_relevant_QP)
 
 
 @dataclass
