@@ -57,8 +57,8 @@ class ChatTemplate:
         self._guarded = _any_of(guarded)
         # Such tokens are found in the normalised text, so other spellings of them count too.
         self._has_spellings = any(token.get("special") and token.get("normalized") for token in added)
-        self.end_ids: frozenset[int] = frozenset(ends) | self._turn_ends()
-        """The ids that end an answer: those of the model and what the template writes behind one."""
+        self.turn_ends = frozenset(self._turn_ends())  # what the template writes behind an answer
+        self.end_ids: frozenset[int] = frozenset(ends) | self.turn_ends  # the ids that end an answer
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":

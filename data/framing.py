@@ -32,3 +32,13 @@ def _around(template: dict[str, Any]) -> tuple[list[int], list[int]]:
         else:
             ids = behind
     return before, behind
+
+
+def template_of(before: dict[str, int], behind: dict[str, int]) -> Any:
+    """The library's post-processor that puts these tokens, by name, before a text and behind it."""
+    from tokenizers import processors
+
+    single = [*before, "$A", *behind]
+    return processors.TemplateProcessing(
+        single=single, pair=[*single, "$B:1"], special_tokens=[*(before | behind).items()]
+    )

@@ -13,11 +13,14 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Library
 
 from ..core.errors import Refused
+from .framing import template_of
+from .model_settings import GENERATION
 from .new_tokenizer import byte_level, wordpiece
 from .tokenizer import CONFIG, FILE, Tokenizer
 
 ROLES = {"unknown": "unk", "padding": "pad", "seperator": "sep"}  # ours by llama.cpp's
 ROLES |= {role: role for role in ("bos", "eos", "cls", "mask")}
+ENDS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
 
 
 def tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
@@ -43,6 +46,9 @@ def tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
     }
     chat = {"chat_template": given.get("tokenizer.chat_template")}
     (folder / CONFIG).write_text(json.dumps(named | chat))
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ENDS)
+    if kind != "bert" and (ends := sorted({given[key] for key in keys if key in given})):
+        (folder / GENERATION).write_text(json.dumps({"eos_token_id": ends}))
     return folder / FILE
 
 
@@ -61,6 +67,11 @@ def from_gguf(given: dict[str, Any], kind: str) -> Library:
     if kind == "gpt2":
         merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
         tokenizer = byte_level(models.BPE({text: i for i, text in enumerate(texts)}, merges))
+        around = [given.get(f"tokenizer.ggml.add_{role}_token", False) for role in ("bos", "eos")]
+        ids = [given.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
+        before, behind = ({} if i is None or not added else {texts[i]: i} for i, added in zip(ids, around))
+        if before or behind:
+            tokenizer.post_processor = template_of(before, behind)
     else:
         plain = [text[1:] if text.startswith("\u2581") else "##" + text for text in texts]
         vocab = {(text if text in control else plain[i]): i for i, text in enumerate(texts)}
@@ -81,7 +92,8 @@ def to_gguf(tokenizer: Tokenizer, file: Path) -> tuple[str, list[str], list[str]
     kind, before = config["model"]["type"], config.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     plain = [step.get("type") for step in steps] == ["ByteLevel"] and steps[0].get("use_regex", True)
-    if kind == "BPE" and plain:
+    plain = plain and config.get("normalizer") is None and not steps[0].get("add_prefix_space", True)
+    if kind == "BPE" and plain and not config["model"].get("ignore_merges"):
         merges = config["model"]["merges"]
         pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
         return "gpt2", texts, pairs

@@ -40,27 +40,27 @@ def settings_of(directory: Path, name: str) -> dict[str, Any]:
 
 
 def end_ids(directory: Path | None, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end a text, in order: those of generation_config.json, of config.json and of the tokenizer
-    together.
+    """The ids that end a text, in order: of generation_config.json, config.json and the tokenizer together.
 
     `directory`: the model's, None where there is none. A chat has the ends of its turns besides:
     `ChatTemplate.end_ids`.
     """
-    ends = set[int]() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    if directory is not None:
-        ends.update(_stated_ends(settings_of(directory, GENERATION)))
-        config = settings_of(directory, MODEL_CONFIG)
-        ends.update(_stated_ends(config))
-        text_config = config.get("text_config")  # of a model with vision
-        if isinstance(text_config, dict):
-            ends.update(_stated_ends(text_config))
+    ends = set() if directory is None else stated_ends(directory)
+    if tokenizer.eos_id is not None:
+        ends.add(tokenizer.eos_id)
     return tuple(sorted(ends))
 
 
-def _stated_ends(settings: dict[str, Any]) -> list[int]:
-    stated = settings.get("eos_token_id")
-    several = stated if isinstance(stated, list) else [stated]
-    return [i for i in several if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+def stated_ends(directory: Path) -> set[int]:
+    """The end tokens that generation_config.json and config.json of a model directory name."""
+    config = settings_of(directory, MODEL_CONFIG)
+    text_config = config.get("text_config")  # of a model with vision
+    ends = set[int]()
+    for settings in (settings_of(directory, GENERATION), config, text_config):
+        stated = settings.get("eos_token_id") if isinstance(settings, dict) else None
+        several = stated if isinstance(stated, list) else [stated]
+        ends.update(i for i in several if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+    return ends
 
 
 def sampling_defaults(directory: Path | None) -> dict[str, float]:
@@ -109,8 +109,17 @@ def write_beside(target: Path, tokenizer: Tokenizer, source: Path | None, longes
 
 
 def copy_chat(source: Path, target: Path) -> None:
-    """Copy the chat template and the defaults of generation of a model directory, as far as it has them."""
+    """Copy the chat template and the defaults of generation of a model directory, as far as it has them.
+
+    End tokens that its config.json alone names are added to the defaults: the target's config.json is another.
+    """
     if (template := chat_template(source)) is not None:
         (target / CHAT).write_text(template, encoding="utf-8")
-    if (defaults := beside_model(source, GENERATION)).is_file():
-        (target / GENERATION).write_bytes(defaults.read_bytes())
+    defaults, ends = settings_of(source, GENERATION), sorted(stated_ends(source))
+    named = defaults.get("eos_token_id")
+    known = named if isinstance(named, list) else [named]
+    if any(i not in known for i in ends):
+        defaults["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        (target / GENERATION).write_text(json.dumps(defaults, indent=1) + "\n")
+    elif (file := beside_model(source, GENERATION)).is_file():
+        (target / GENERATION).write_bytes(file.read_bytes())

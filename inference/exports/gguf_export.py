@@ -30,9 +30,9 @@ from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Refused, extra
 from ...core.files import shipped_table
-from ...data.chat import TURN_ENDS
+from ...data.chat import ChatTemplate
 from ...data.gguf import to_gguf
-from ...data.model_settings import chat_template
+from ...data.model_settings import chat_template, end_ids
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT, BERTWithHead
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
@@ -291,7 +291,9 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
     writer.add_token_types(kinds)
     if model == "gpt2":
         writer.add_tokenizer_pre("gpt-2")
-        writer.add_add_bos_token(tokenizer.puts_bos)
+        before, behind = tokenizer.framing
+        writer.add_add_bos_token(before == [tokenizer.bos_id])
+        writer.add_add_eos_token(behind == [tokenizer.eos_id])
     if merges:
         writer.add_token_merges(merges)
     for role, i in tokenizer.special.items():
@@ -299,6 +301,18 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
             getattr(writer, f"add_{role.replace('cls', 'bos')}_token_id")(i)
     if (template := chat_template(file.parent)) is not None:
         writer.add_chat_template(template)
-        ends = [name for name in TURN_ENDS if name in tokenizer.vocab and name in template]
-        for name in ends[:1]:
-            writer.add_eot_token_id(tokenizer.vocab[name])
+    if isinstance(config, GPTConfig):
+        _write_ends(writer, tokenizer, file.parent)
+
+
+def _write_ends(writer: Any, tokenizer: Tokenizer, directory: Path) -> None:
+    """The end tokens besides the tokenizer's: llama.cpp has a place for that of a turn and for one more."""
+    chat, _ = ChatTemplate.find_usable(directory, tokenizer)
+    turn_ends = chat.turn_ends if chat else frozenset()
+    others = [i for i in end_ids(directory, tokenizer) if i not in turn_ends]
+    ends = [i for i in (*sorted(turn_ends), *others) if i != tokenizer.eos_id]
+    for add, token_id in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends):
+        add(token_id)
+    if len(ends) > 2:
+        names = [tokenizer.token_text(i) for i in ends[2:]]
+        warn(f"llama.cpp has no place for more than three end tokens; it does not end at {', '.join(names)}")

@@ -57,7 +57,9 @@ class TextRows:
 
 
 def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRows:
-    """A text file as rows of tokens, framed by [CLS] and [SEP]. Raises WrongUse without tokenizer, file, two rows."""
+    """A text file as rows of tokens, behind BOS for a decoder whose prompts have it and framed by [CLS] and [SEP] for a
+    BERT. Raises WrongUse without tokenizer, file, two rows.
+    """
     from ...data.tokenizer import Tokenizer
 
     path = Path(path)
@@ -70,17 +72,19 @@ def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRow
     with open(path, "rb") as file:
         text = file.read(READ_BYTES).decode("utf-8", errors="ignore")
     ids = loaded.encode(" ".join(text.split())) if loaded.cls_id is not None else loaded.encode(text)
-    framed = loaded.cls_id is not None and loaded.sep_id is not None
-    length = min(ROW_TOKENS, context) - 2 * framed
+    before = loaded.document_framing[0]
+    behind = list[int]()
+    if loaded.cls_id is not None and loaded.sep_id is not None:
+        before, behind = [loaded.cls_id], [loaded.sep_id]
+    length = min(ROW_TOKENS, context) - len(before) - len(behind)
     count = len(ids) // length
     if count < 2:
         why = f"{len(ids):,} tokens, two rows are {2 * length:,}"
         raise WrongUse("the text is too short", where=path, why=why, fix="give a longer one")
     chosen = np.unique(np.linspace(0, count - 1, min(count, 2 * ROWS)).astype(np.int64))
     rows = ids[: count * length].reshape(count, length)[chosen].astype(np.int64)
-    if framed:
-        ends = [np.full((len(rows), 1), end, np.int64) for end in (loaded.cls_id, loaded.sep_id)]
-        rows = np.concatenate((ends[0], rows, ends[1]), axis=1)
+    around = [np.tile(np.array(ids, np.int64), (len(rows), 1)) for ids in (before, behind)]
+    rows = np.concatenate((around[0], rows, around[1]), axis=1)
     return TextRows(str(path), sha256_file(path), rows, loaded.mask_id)
 
 

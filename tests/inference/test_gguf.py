@@ -307,3 +307,46 @@ def test_a_gguf_file_is_served_by_its_path(
 
     specs = [f"{name}={tmp_path / place}" for name, place in (("ours", "ours"), ("alone", "alone.gguf"))]
     in_thread.run_with(monkeypatch, specs, body)
+
+
+def test_a_file_has_the_bos_and_the_ends_of_its_model(chat_dir: Path, tmp_path: Path) -> None:
+    """llama.cpp adds the BOS that the tokenizer adds; the end of a turn and a further end have their places."""
+    gguf = pytest.importorskip("gguf")
+    described = json.loads((chat_dir / "tokenizer.json").read_text())
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (chat_dir / "tokenizer.json").write_text(json.dumps(described))
+    settings = json.loads((chat_dir / "tokenizer_config.json").read_text())
+    (chat_dir / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<|endoftext|>"}))
+    (chat_dir / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
+    export_gguf(chat_dir, tmp_path / "out", "f32", judging=QUIET)
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    names = ("eos_token_id", "eot_token_id", "eom_token_id", "add_bos_token", "add_eos_token")
+    found = [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
+    assert found == [0, 301, 9, True, False]
+    theirs = llama_cpp.Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    ours = Tokenizer.load(chat_dir)
+    for text in ("The quick", "<|im_start|>user\nfox<|im_end|>"):
+        assert theirs.tokenize(text.encode(), add_bos=True, special=True) == ours.encode_prompt(text).tolist()
+
+
+def test_what_llama_cpp_would_tokenise_otherwise_is_refused(gpt_dir: Path) -> None:
+    """It normalises nothing, puts no blank before a text and always merges where a file says GPT-2."""
+    from throughline.data.gguf import to_gguf
+
+    config = Tokenizer.load(gpt_dir).config
+    to_gguf(Tokenizer(json.dumps(config)), gpt_dir)
+    for change in (
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": config["pre_tokenizer"] | {"add_prefix_space": True}},
+        {"model": config["model"] | {"ignore_merges": True}},
+    ):
+        with pytest.raises(Refused, match="does not read"):
+            to_gguf(Tokenizer(json.dumps(config | change)), gpt_dir)

@@ -259,3 +259,8 @@ def test_scales_reach_the_graph(gpt_dir: Path, text: Path, tmp_path: Path) -> No
     assert scale.dtype == np.float16 and scale == pytest.approx(
         ranges["blocks.0.mlp.up"] / INT8_MAX, rel=1e-3
     )
+
+
+def test_rows_of_a_decoder_begin_with_its_bos(sentencepiece_dir: Path, text: Path) -> None:
+    rows = read_rows(text, sentencepiece_dir / "tokenizer.json", 64)
+    assert (rows.ids_RS[:, 0] == 1).all() and rows.ids_RS.shape[1] <= 64 and (rows.ids_RS[:, 1:] != 1).all()

@@ -247,17 +247,29 @@ class Instruction(Task):
     family: str = "gpt"
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
-        rows, end = [], self.tokenizer.eos_id
+        """Rows of prompt, response and end of text, with the BOS that a prompt of the model begins with.
+
+        Special tokens that the texts spell are those tokens, as in the prompt of a request.
+        """
+        tokenizer = self.tokenizer
+        before, behind = tokenizer.document_framing
+        end = list(behind)
+        if tokenizer.eos_id is not None and tokenizer.eos_id not in end:
+            end.append(tokenizer.eos_id)
+        rows = []
         self.cut_rows = 0
         for pair in fields_of(records, self.recipe.data, "text_field", "label_field"):
-            prompt, response = (self.tokenizer.encode(str(text)) for text in pair)
-            if end is not None:
-                response = np.append(response, end)
-            self.cut_rows += len(prompt) + len(response) > self.length
-            response = response[: self.length]
+            prompt, response = (tokenizer.parse(str(text)) for text in pair)
+            if before and prompt[: len(before)] == before:  # the text brings its own
+                prompt = prompt[len(before) :]
+            if response[len(response) - len(end) :] != end:
+                response = response + end
+            room = self.length - len(before)
+            self.cut_rows += len(prompt) + len(response) > room
+            response = response[:room]
             # the end of a prompt is nearest the answer
-            prompt = prompt[max(len(prompt) + len(response) - self.length, 0) :]
-            ids = np.concatenate((prompt, response)).astype(np.int64)
+            prompt = before + prompt[max(len(prompt) + len(response) - room, 0) :]
+            ids = np.array(prompt + response, np.int64)
             targets = np.append(ids[1:], IGNORED)
             targets[: max(len(prompt) - 1, 0)] = IGNORED
             rows.append({"input_ids": ids, "targets": targets})
