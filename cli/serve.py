@@ -26,8 +26,8 @@ LIMITS: tuple[tuple[str, str, float | None, Any, str], ...] = (
      "the text so far had before and checked in one step; pays where answers repeat their prompts."),
     ("--draft", "draft", None, PATH, "Smaller GPT of the same vocabulary that guesses instead, 4 tokens at a time "
      "unless --speculate says how many (default: the text so far guesses)."),
-    ("--queue", "queue", 256, IntRange(1), "Maximum number of answers that wait per model; beyond it a request gets "
-     "429 with Retry-After."),
+    ("--queue", "queue", 256, IntRange(1), "Maximum number of answers that wait per model, for an encoder times 4,096 "
+     "tokens; beyond it a request gets 429 with Retry-After."),
     ("--max-tokens", "max_tokens", None, IntRange(1), "Maximum number of new tokens per answer (default: what fits the "
      "context)."),
     ("--max-n", "max_n", 128, IntRange(1), "Maximum number of answers to one prompt."),
@@ -68,6 +68,12 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     "needs API keys, one of them with scopes=admin, on other addresses than loopback (default: models stay as given).",
 )
 @_limits
+@option(
+    "--generation-config",
+    click.Choice(["auto", "none"]),
+    "Where the sampling defaults of requests come from: auto = generation_config.json of the model, none = OpenAI's.",
+    "auto",
+)
 @option(
     "--api-key-file",
     PATH,
@@ -163,6 +169,7 @@ def command(
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
     given["speculate"] = given["speculate"] or (DRAFTED if given["draft"] else 0)
     limits = {name: given[name] for _, name, *_ in LIMITS}
+    limits["generation_config"] = given["generation_config"] == "auto"
     bounds = ServerLimits(**limits, share_prefixes=given["share_prefixes"])
     key_file = given["api_key_file"]
 

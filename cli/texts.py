@@ -29,6 +29,18 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, e
 @option("--seed", click.IntRange(0), "Seed of the draw (default: a new one each time).")
 @option("--stop", None, "Text before which the answer ends (default: none). Repeatable.", multiple=True)
 @option("--samples", click.IntRange(1, 256), "Number of continuations.", 1)
+@option(
+    "--add-special-tokens/--no-add-special-tokens",
+    None,
+    "Put the tokens around the prompt that its tokenizer's file puts, such as Llama's BOS.",
+    True,
+)
+@option(
+    "--skip-special-tokens/--no-skip-special-tokens",
+    None,
+    "Leave special tokens out of the answer's text.",
+    True,
+)
 @option("--out", PATH, "File to write the answers to; needed with FILE.")
 @cache_options
 @backend_options
@@ -48,14 +60,19 @@ def generate(path: str, file: Path | None, prompt: str | None, out: Path | None,
     from ..inference.serving.offline import continue_text, generate_file
 
     most, stop, samples, options = map(asked.pop, ("max_tokens", "stop", "samples", "options"))
+    add_special_tokens, skip_special_tokens = (
+        asked.pop("add_special_tokens"),
+        asked.pop("skip_special_tokens"),
+    )
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
-    like = Job(NO_IDS, most, Sampling(**asked), stop, n=samples)
+    sampling = Sampling(**asked)
+    like = Job(NO_IDS, most, sampling, stop, n=samples, skip_special_tokens=skip_special_tokens)
     if file is not None:
         if out is None or prompt is not None or not file.is_file():
             fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
             raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
-        facts = generate_file(path, file, out, like, options)
+        facts = generate_file(path, file, out, like, options, add_special_tokens=add_special_tokens)
         check_answered(facts, out, 'look for "error" in that file')
         said = f"{facts['lines']} lines answered ({facts['resumed']} by an earlier run): {out}"
         console.result({"path": str(out), **facts}, [said])
@@ -67,7 +84,8 @@ def generate(path: str, file: Path | None, prompt: str | None, out: Path | None,
     answers = [""] * samples
     live = samples == 1
     shown = prompt  # with the first delta: an error has its line to itself
-    for number, delta in continue_text(path, prompt, like, options):
+    deltas = continue_text(path, prompt, like, options, add_special_tokens=add_special_tokens)
+    for number, delta in deltas:
         answers[number] += delta.text
         if live:
             console.stream(shown + delta.text)

@@ -80,11 +80,11 @@ class ChatTemplate:
         except ThroughlineError as error:
             return None, str(error)
 
-    def ids(self, turns: Sequence[Turn], **settings: Any) -> np.ndarray:
+    def ids(self, turns: Sequence[Turn], /, **settings: Any) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). See `text`."""
         return self.encode(self.text(turns, **settings))
 
-    def text(self, turns: Sequence[Turn], **settings: Any) -> str:
+    def text(self, turns: Sequence[Turn], /, **settings: Any) -> str:
         """The same before it is encoded: special tokens that a message spells have a mark in them (`plain`).
 
         `settings` are what the template may read besides: `tools`, `documents`, `enable_thinking`, ... By

@@ -147,7 +147,8 @@ def greedy_texts(
     jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, stop, stop_ids=stop_ids) for ids in prompts]
     answers = [""] * len(jobs)
     first: list[int | None] = [None] * len(jobs)
-    rest = tokenizer.decode, min(SLOTS, len(jobs)), tokenizer.vocab_size, tokenizer.eos_id, 0
+    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    rest = tokenizer.decode, min(SLOTS, len(jobs)), tokenizer.vocab_size, ends, 0
     for number, _, piece in answer(SlotBatch(cast(CausalBackend, _Checked(backend)), *rest), jobs):
         if first[number] is None and piece.token is not None:
             first[number] = piece.token.id

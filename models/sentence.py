@@ -66,8 +66,9 @@ class Sentence:
         raise WrongUse("the graph of this model pools [CLS] itself", where="pooling", fix=fix)
 
     def text(self, text: str) -> str:
-        """The text as the tokenizer gets it."""
-        return self.prompt + (text.lower() if self.lowercase else text)
+        """The text as the tokenizer gets it. The prompt is lowered too, as in sentence-transformers."""
+        prompted = self.prompt + text
+        return prompted.lower() if self.lowercase else prompted
 
     def context(self, tokens: int) -> int:
         """The tokens of the longest text, for a model of so many."""

@@ -34,6 +34,8 @@ class ServerLimits:
     speculate: int = 0  # tokens of an answer that are guessed ahead
     draft: Path | None = None  # the model that guesses; None: the text so far
     queue: int = 256
+    generation_config: bool = True  # a model's sampling defaults are those of its generation_config.json
+    texts: int = 2048  # that an encoder reads in one request, as OpenAI allows
     body_bytes: int = 4_000_000
     bodies_bytes: int = 64_000_000  # of all requests together
     max_tokens: int | None = None  # generated per answer; None = what fits the context
@@ -45,14 +47,15 @@ class ServerLimits:
     drain_s: float = 5.0  # between SIGTERM and the closing of the port
     share_prefixes: bool = False  # of prompts, among keys
 
-    def check_texts(self, count: int, where: str) -> None:
-        """Refuse more texts in one request than the queue holds."""
-        if count > self.queue:
-            what, why = "too many texts in one request", f"{count} > {self.queue}"
-            raise WrongUse(what, where=where, why=why, fix="send them in parts")
-
 
 LIMITS = ServerLimits()
+
+
+def check_texts(count: int, where: str, most: int) -> None:
+    """Refuse more texts in one request than `most`."""
+    if count > most:
+        what, why = "too many texts in one request", f"{count} > {most}"
+        raise WrongUse(what, where=where, why=why, fix="send them in parts")
 
 
 class ModelMetrics:

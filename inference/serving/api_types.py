@@ -1,20 +1,23 @@
 """What the server accepts: request bodies in OpenAI's shape, with the samplers that its clients pass as extra fields.
 
 - A field that is null counts as left out.
-- A field of OpenAI's that is missing here, or in this endpoint, is accepted at the value that changes nothing and
-  otherwise refused by name; an unknown one is refused with the nearest known one. Nothing is ignored in silence.
+- A field of another server that is not implemented (`unsupported`) is accepted at the values that change nothing and
+  otherwise refused with the reason; an unknown field is refused with the nearest known one.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
 from ...core.errors import WrongUse
-from ..runtimes.sampling import Sampling
+from ..runtimes.sampling import SEEDS, Sampling
+from .constraint_size import check_expressions, check_schema
+from .messages import Message, Strict, Text
+from .unsupported import GENERATION, READING, Unsupported
 
-Text = Annotated[str, Meta(max_length=1_000_000)]
 Ids = Annotated[list[int], Meta(min_length=1)]
 SHAPES = "A text, a list of texts, a list of token ids, or a list of such lists."
 # Once read, always several.
@@ -35,20 +38,25 @@ NAMED = "Which of the model's prompts stands before each text."
 Prompt = Annotated[str, Meta(max_length=100, description=NAMED)]
 Fits = Annotated[int, Meta(ge=1, description="Default: as many as fit the context.")]
 Cut = Annotated[bool, Meta(description="Read the beginning of what is too long.")]
-
-
-class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a body, in which unknown fields are refused."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+SAME_AS_MAX = "Another name of max_tokens."
+FRAMED = "Put the tokens around a text prompt that its tokenizer's file puts (Llama's BOS, BERT's [CLS])."
+AGAIN = "The same around a conversation, where its template has not put them already."
+VARIABLES = "What the chat template may read besides the messages, for example enable_thinking."
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI has it
+LEAST_TOP_P = 1e-6
 
 
 class Body(Strict):
     """What every request body may say."""
 
-    # Known to OpenAI's clients and missing here: the values that change nothing.
-    missing: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    unsupported: ClassVar[dict[str, Unsupported]] = READING
 
     model: Annotated[str, Meta(description="From /v1/models; needed when several fit.")] | None = None
     user: Annotated[str, Meta(description="Accepted for OpenAI's clients, not used.")] | None = None
+    safety_identifier: Annotated[str, Meta(description="Accepted, not used.")] | None = None
     metadata: Annotated[dict[str, str], Meta(description="Accepted, not used.")] | None = None
 
 
@@ -117,33 +125,18 @@ class StructuredOutputs(Strict):
 class Generation(Body, kw_only=True):
     """What completions and chat completions share."""
 
-    missing = {
-        **dict.fromkeys(("audio", "prediction", "web_search_options", "max_tool_calls"), ()),
-        **dict.fromkeys(("previous_response_id", "conversation"), ()),
-        **dict.fromkeys(("tools", "functions", "include"), ([],)),
-        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        **dict.fromkeys(("store", "background"), (False,)),
-        "service_tier": ("auto", "default"),
-        "best_of": (1,),
-        "suffix": ("",),
-        "parallel_tool_calls": (True, False),
-        "modalities": (["text"],),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "truncation": ("disabled",),
-        "reasoning": ({},),
-        "top_logprobs": (0,),
-    }
+    unsupported = GENERATION
 
-    temperature: Annotated[float, Meta(ge=0, le=100, description="0 = greedy.")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="0 = all.")] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    # None: the model's default, else `Sampling`'s
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 = greedy.")] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1, description="0 = the most probable alone.")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, description="0 or -1 = all.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     logit_bias: Biases = {}
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="-1 = a new one.")] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] = []
     stream: bool = False
@@ -157,13 +150,31 @@ class Generation(Body, kw_only=True):
     ignore_eos: Annotated[bool, Meta(description="The end-of-text token ends nothing.")] = False
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
     truncate_prompt_tokens: Last | None = None
+    skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True
+    moderation: Annotated[dict[str, Any], Meta(description="Accepted unless it would block.")] | None = None
+
+    def __post_init__(self) -> None:
+        policy = (self.moderation or {}).get("policy")
+        modes = list(policy.values()) if isinstance(policy, dict) else []
+        if any(isinstance(part, dict) and part.get("mode") == "block" for part in modes):
+            why = "this server has no moderation model, so nothing would be blocked"
+            raise WrongUse("moderation is not supported by this server", where="moderation", why=why)
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self) -> Sampling:
-        fields = {name: getattr(self, name) for name in Sampling.__struct_fields__}
-        return Sampling(**fields | {"logit_bias": tuple((int(i), b) for i, b in self.logit_bias.items())})
+    def sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """How tokens are drawn; what the request leaves out is as the model's `defaults` say."""
+        stated = {name: getattr(self, name) for name in Sampling.__struct_fields__}
+        fields = dict(defaults) | {name: value for name, value in stated.items() if value is not None}
+        if fields.get("top_k") == -1:
+            fields["top_k"] = 0
+        if fields.get("top_p") == 0:
+            fields["top_p"] = LEAST_TOP_P
+        seed = fields.get("seed")
+        fields["seed"] = None if seed in (None, -1) else seed % SEEDS
+        fields["logit_bias"] = tuple((int(token_id), bias) for token_id, bias in self.logit_bias.items())
+        return Sampling(**fields)
 
     def constraint(self) -> str | None:
         """What the answer must match, as JSON: {"json": schema} or {"regex": ...}. Raises WrongUse for two of them."""
@@ -174,12 +185,20 @@ class Generation(Body, kw_only=True):
                 raise WrongUse("the schema is missing", where="response_format", fix="give json_schema")
             schema = shape.json_schema.schema
         choices = ["|".join(map(re.escape, one)) for one in (named.choice, self.guided_choice) if one]
-        found = [{"json": one} for one in (schema, named.json, self.guided_json) if one is not None]
+        found: list[dict[str, Any]] = []
+        found += [{"json": one} for one in (schema, named.json, self.guided_json) if one is not None]
         found += [{"regex": one} for one in (named.regex, self.guided_regex, *choices) if one]
+        if not found:
+            return None
         if len(found) > 1:
             raise WrongUse("an answer cannot have two shapes", where="guided_regex", fix="give one of them")
+        (constraint,) = found
+        if "json" in constraint:
+            check_schema(constraint["json"], "response_format")
+        elif not choices:
+            check_expressions([constraint["regex"]], "guided_regex")
         try:
-            return msgspec.json.encode(found[0]).decode() if found else None
+            return msgspec.json.encode(constraint).decode()
         except RecursionError:
             raise WrongUse("the constraint is nested too deeply", where="response_format") from None
 
@@ -188,49 +207,47 @@ class CompletionBody(Generation, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Texts
-    max_tokens: Annotated[int, Meta(ge=0, description="0 only with echo: nothing is generated.")] = 16
+    max_tokens: Annotated[int, Meta(ge=0, description="0 only with echo: nothing is generated.")] | None = (
+        None
+    )
+    max_completion_tokens: Annotated[int, Meta(ge=1, description=SAME_AS_MAX)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: Annotated[bool, Meta(description="The prompt comes first, with logprobs its tokens too.")] = False
+    add_special_tokens: Annotated[bool, Meta(description=FRAMED)] = True
+
+    def most_tokens(self) -> int:
+        """New tokens at most."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return self.max_completion_tokens or DEFAULT_MAX_TOKENS
 
 
-class Part(Strict):
-    """A part of a message: of a chat's, or of one to or from /v1/responses."""
+class Conversation(Generation, kw_only=True):
+    """What the endpoints that answer a conversation share."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: Text
-    annotations: tuple[()] | None = None
-    logprobs: tuple[()] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(description=VARIABLES)] = {}
+    add_special_tokens: Annotated[bool, Meta(description=AGAIN)] = False
 
-
-class Message(Strict):
-    """A message of a conversation, with those fields of OpenAI's answers, which clients send back, that say nothing."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = ""
-    name: str | None = None
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
-    phase: None = None
-    refusal: None = None
-    function_call: None = None
-    audio: None = None
-    tool_calls: tuple[()] | None = None
-    annotations: tuple[()] | None = None
-
-    def turn(self) -> dict[str, str]:
-        """As a chat template takes it."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+    def variables(self, effort: str | None, verbosity: str | None) -> dict[str, Any]:
+        """What the chat template may read besides the messages; `chat_template_kwargs` win."""
+        variables: dict[str, Any] = {}
+        if effort == "none":
+            variables["enable_thinking"] = False
+        elif effort is not None:
+            variables["reasoning_effort"] = effort
+        if verbosity is not None:
+            variables["verbosity"] = verbosity
+        return variables | self.chat_template_kwargs
 
 
-class ChatBody(Generation, kw_only=True):
+class ChatBody(Conversation, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=1000)]
     max_tokens: Fits | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, description="Another name of max_tokens.")] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, description=SAME_AS_MAX)] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
@@ -246,21 +263,37 @@ class TextOptions(Strict):
     """`text` of /v1/responses."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
-class ResponsesBody(Generation, kw_only=True):
+class Reasoning(Strict):
+    """`reasoning` of /v1/responses."""
+
+    effort: Effort | None = None
+    summary: str | None = None  # none is written
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class ResponsesBody(Conversation, kw_only=True):
     """POST /v1/responses."""
 
-    missing = Generation.missing | {"prompt": ()}
+    unsupported = GENERATION | {"prompt": Unsupported("there are no stored prompts here")}
 
     input: Text | Annotated[list[Message], Meta(min_length=1, max_length=1000)]
     instructions: Annotated[Text, Meta(description="Of the system, before the input.")] | None = None
     max_output_tokens: Fits | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[str], Meta(description="Parts of items that no answer here has.")] = []
     n: Literal[1] = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if LOGPROBS in self.include:
+            why = "log-probabilities are in /v1/chat/completions"
+            raise WrongUse(f"include of {LOGPROBS} is not supported by this server", where="include", why=why)
         if self.text and (shape := self.text.format):
             schema = None if shape.schema is None else JsonSchema(schema=shape.schema)
             self.response_format = ResponseFormat(type=shape.type, json_schema=schema)
@@ -325,10 +358,11 @@ class TokenizeBody(Body, kw_only=True):
     """POST /tokenize."""
 
     prompt: Text
-    add_special_tokens: Annotated[bool, Meta(description="With [CLS] and [SEP] for a BERT.")] = False
+    add_special_tokens: Annotated[bool, Meta(description=FRAMED)] = True
 
 
 class DetokenizeBody(Body, kw_only=True):
     """POST /detokenize."""
 
     tokens: Annotated[list[int], Meta(max_length=65_536)]
+    skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True

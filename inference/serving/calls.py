@@ -23,8 +23,8 @@ from starlette.routing import Route
 from ...core.console import say
 from ...core.errors import Failed, ThroughlineError, WrongUse, did_you_mean
 from ...core.hardware import usable_cores
-from .accounts import ModelMetrics, ServerLimits, Telemetry, Watch
-from .api_types import Body, Ids, Text, Texts
+from .accounts import ModelMetrics, ServerLimits, Telemetry, Watch, check_texts
+from .api_types import Body, Generation, Ids, Text, Texts
 from .catalogue import Catalogue
 from .keys import later
 from .served import CHATTING, TOKENISING, ServedModel
@@ -148,7 +148,9 @@ class Server:
         found.free(endpoint not in TOKENISING)
         if found not in fitting:
             what = f"{found.name} is a {found.facts['family'].upper()} and does not answer {endpoint}"
-            why = "it has no chat template" if endpoint in CHATTING and found.causal else ""
+            why = ""
+            if endpoint in CHATTING and found.causal:
+                why = found.chat_fault or "it has no chat template"
             raise WrongUse(what, where="model", why=why, fix=f"it answers {', '.join(found.endpoints)}")
         return found
 
@@ -242,6 +244,7 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
         name = str(error).split("`")[1][:100]
         fix = did_you_mean(name, fields, f"known: {', '.join(fields)}")
         raise WrongUse(f"unknown field {name!r}", where=name, fix=fix) from None
+    most_texts = limits.queue if issubclass(kind, Generation) else limits.texts
     problems, kept = {}, {}
     for name in given.__struct_fields__:
         raw, field = bytes(getattr(given, name)).strip(), fields.get(name)
@@ -250,15 +253,16 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
                 problems[name] = "Field required"
             continue
         try:
-            value = _value(name, field, raw, limits)
+            value = _value(name, field, raw, most_texts)
         except UNREADABLE as error:
             problems[name] = str(error)
             continue
         if field:
             kept[field.name] = value
-        elif value not in kind.missing[name]:
-            fix = " or give ".join(["leave it out", *map(repr, kind.missing[name])])
-            raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
+        elif not kind.unsupported[name].accepts(value):
+            why, neutral = kind.unsupported[name].why, kind.unsupported[name].neutral
+            fix = " or give ".join(["leave it out", *map(repr, neutral)])
+            raise WrongUse(f"{name} is not supported by this server", where=name, why=why, fix=fix)
     if problems:
         said = [f"{name}: {why}" for name, why in problems.items()][:MOST_PROBLEMS]
         raise WrongUse("; ".join(said), where=next(iter(problems)))
@@ -269,11 +273,11 @@ def read(kind: type[Kind], body: bytes | bytearray, limits: ServerLimits) -> Kin
 def _read_by(kind: type[Body]) -> tuple[dict[str, Any], Any]:
     """The fields of a body, and what reads each as bytes, up to the first that is unknown."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    parts: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in {**fields, **kind.missing}]
+    parts: Any = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in {**fields, **kind.unsupported}]
     return fields, msgspec.json.Decoder(msgspec.defstruct("Parts", parts, forbid_unknown_fields=True))
 
 
-def _value(name: str, field: Any, raw: bytes, limits: ServerLimits) -> Any:
+def _value(name: str, field: Any, raw: bytes, most_texts: int) -> Any:
     """The value of a field (None: of one that is missing here), made when it is known to be small enough."""
     kind, required = (field.type, field.required) if field else (Any, False)
     most = FIELD_BYTES.get(name, len(raw) if required else SMALL_BYTES)
@@ -282,7 +286,8 @@ def _value(name: str, field: Any, raw: bytes, limits: ServerLimits) -> Any:
     opening = raw[:1] + raw[1:].lstrip()[:1] if raw[:1] == b"[" else raw[:1]
     strings = (raw.count(b'"') - raw.count(b'\\"')) // 2  # those that end in a backslash count half
     count = {b'["': strings, b"[[": raw.count(b"[") - 1}.get(opening, 0)
-    limits.check_texts(count if required else 0, name)
+    if required:
+        check_texts(count, name, most_texts)
     if strings > MOST_STRINGS and name in ("messages", "input"):
         raise ValueError("too many messages, or parts of them")
     if kind != Texts:
@@ -291,5 +296,5 @@ def _value(name: str, field: Any, raw: bytes, limits: ServerLimits) -> Any:
         raise ValueError(f"more than {MOST_IDS:,} token ids")
     value = msgspec.json.decode(raw, type=SHAPES.get(opening, Ids))
     texts = value if opening in (b'["', b"[[") else [value]
-    limits.check_texts(len(texts), name)
+    check_texts(len(texts), name, most_texts)
     return texts

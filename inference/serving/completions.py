@@ -14,10 +14,12 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from ...core.errors import ThroughlineError
-from .api_types import ChatBody, CompletionBody, Generation, Message, ResponsesBody
+from .api_types import ChatBody, CompletionBody, Conversation, ResponsesBody
 from .calls import INLINE, Call, error_body, told
-from .generation import Job, TextDelta, Token
+from .generation import Job, TextDelta
+from .messages import Message
 from .served import Deltas
+from .spelling import Spelled, Speller, spelled_bytes, spelled_prompt
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold it back
 
@@ -32,8 +34,8 @@ async def completions(call: Call, body: CompletionBody) -> Response | dict[str, 
 async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
     """Answer a conversation with a GPT that has a chat template."""
     most = body.max_completion_tokens or body.max_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    jobs = await conversed(call, body, body.messages, most, logprobs)
+    variables = body.variables(body.reasoning_effort, body.verbosity)
+    jobs = await conversed(call, body, body.messages, variables, most)
     return await generated(call, ChatAnswers(call, body, jobs))
 
 
@@ -41,22 +43,25 @@ async def responses(call: Call, body: ResponsesBody) -> Response | dict[str, Any
     """Answer a text or a conversation with a GPT that has a chat template; `stream` sends server-sent events."""
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     messages += [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    jobs = await conversed(call, body, messages, body.max_output_tokens)
+    effort = body.reasoning.effort if body.reasoning else None
+    variables = body.variables(effort, body.text.verbosity if body.text else None)
+    jobs = await conversed(call, body, messages, variables, body.max_output_tokens)
     return await generated(call, ResponseAnswers(call, body, jobs))
 
 
 async def conversed(
-    call: Call, body: Generation, messages: Sequence[Message], most: int | None, logprobs: int | None = None
+    call: Call,
+    body: Conversation,
+    messages: Sequence[Message],
+    variables: dict[str, Any],
+    max_tokens: int | None,
 ) -> list[Job]:
     """The job of answering a conversation with at most so many tokens (None: what fits)."""
-    model, template = call.model, call.model.chat
-    assert template is not None
     turns = [message.turn() for message in messages]
-    model.reader.check_characters(sum(len(text) for turn in turns for text in turn.values()), "messages")
-    ids = await call.beside(INLINE + 1, lambda: template.ids(turns))
-    if not body.ignore_eos:
-        body.stop_token_ids = [*body.stop_token_ids, *template.end_ids]
-    return [model.job(body, ids, most or model.room(len(ids)), logprobs)]
+    characters = sum(message.characters for message in messages)
+    call.model.reader.check_characters(characters, "messages")
+    job = await call.beside(INLINE + 1, lambda: call.model.conversation(body, turns, variables, max_tokens))
+    return [job]
 
 
 async def generated(call: Call, answers: "Answers") -> Response | dict[str, Any]:
@@ -111,11 +116,12 @@ def _event(value: Any) -> bytes:
 
 @dataclass
 class Piece:
-    """Some of a choice: its text, its tokens with the offset of each in the whole text, and why it ended."""
+    """Some of a choice: its text, its token ids, the tokens whose probabilities are told, and why it ended."""
 
     number: int
     text: str = ""
-    tokens: list[tuple[Token, int]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    tokens: list[Spelled] = field(default_factory=list)
     finish: str | None = None
 
 
@@ -129,28 +135,46 @@ class Answers:
         self.body, self.jobs, self._watch, self._model = body, jobs, call.watch, call.model
         self._head: dict[str, Any] = {"id": f"{self.prefix}{uuid.uuid4().hex}"}
         self._head |= {"created": int(time.time()), "model": call.model.name}
-        echo = [""] * sum(job.n for job in jobs)
-        if isinstance(body, CompletionBody) and body.echo:
-            decode = call.model.tokenizer.decode
-            texts = [one if isinstance(one, str) else decode(one) for one in body.prompt]
-            echo = [text for text in texts for _ in range(body.n)]
-        self._choices = [Piece(number, text) for number, text in enumerate(echo)]
-        self.size = sum(map(len, echo))  # characters and numbers of a whole answer
+        self._choices: list[Piece] = []
+        self._spellers: list[Speller | None] = []  # of each choice, where probabilities are told
+        self.size = 0  # characters and numbers of a whole answer
+        echo = isinstance(body, CompletionBody) and body.echo
+        for place, job in enumerate(jobs):
+            text = self._echo(body.prompt[place], job) if echo else ""
+            for _ in range(job.n):
+                speller = None
+                if job.logprobs is not None:
+                    speller = Speller(self._model.tokenizer, job, self._model.ends_of(job), len(text))
+                self._spellers.append(speller)
+                self._choices.append(Piece(len(self._choices), text))
+                self.size += len(text)
+
+    def _echo(self, prompt: str | list[int], job: Job) -> str:
+        """The text of a prompt: as it was sent, or that of the ids which are read."""
+        if isinstance(prompt, str) and self.body.truncate_prompt_tokens is None:
+            return prompt
+        return self._model.tokenizer.decode(job.prompt_ids, job.skip_special_tokens)
 
     def add(self, number: int, delta: TextDelta) -> Piece:
-        """Take a delta of one answer in; tokens that are parts of one character stand at about its beginning."""
-        choice, tokens, offset = self._choices[number], [], 0
-        for token in delta.prompt or ():
-            tokens.append((token, offset))
-            offset += len(self._model.token_text(token.id))
-        if delta.token is not None:
-            tokens.append((delta.token, len(choice.text)))
+        """Take a delta of one answer in."""
+        choice, speller = self._choices[number], self._spellers[number]
+        tokens: list[Spelled] = []
+        token_ids = [] if delta.token is None else [delta.token.id]
+        if speller is not None:
+            if delta.prompt:
+                tokens += spelled_prompt(self._model.tokenizer, delta.prompt, choice.text)
+            if delta.token is not None:
+                tokens += speller.push(delta.token)
+            if delta.finish:
+                tokens += speller.finish()
+            token_ids = [spelled.token.id for spelled in tokens]
         choice.text += delta.text
         choice.finish = delta.finish
         if not self.body.stream:
             choice.tokens += tokens
-            self.size += sum(2 + len(token.top) for token, _ in tokens)
-        return Piece(number, delta.text, tokens, delta.finish)
+            choice.token_ids += token_ids
+            self.size += len(token_ids) + sum(2 + len(spelled.token.top) for spelled in tokens)
+        return Piece(number, delta.text, token_ids, tokens, delta.finish)
 
     async def take(self, deltas: Deltas) -> None:
         async with aclosing(deltas):
@@ -184,28 +208,31 @@ class Answers:
             "text": piece.text,
             "logprobs": None if self.body.logprobs is None else self._logprobs(piece.tokens),
             "finish_reason": piece.finish,
-            "token_ids": [token.id for token, _ in piece.tokens],
+            "token_ids": piece.token_ids,
         }
 
     _chunk = _choice
 
-    def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
-        name = self._model.token_text
+    def _logprobs(self, tokens: list[Spelled]) -> dict[str, Any]:
         return {
-            "tokens": [name(token.id) for token, _ in tokens],
-            "token_logprobs": [token.logprob for token, _ in tokens],
-            "top_logprobs": [self._by_text(token) for token, _ in tokens],
-            "text_offset": [offset for _, offset in tokens],
+            "tokens": [spelled.text for spelled in tokens],
+            "token_logprobs": [spelled.token.logprob for spelled in tokens],
+            "top_logprobs": [self._by_text(spelled) for spelled in tokens],
+            "text_offset": [spelled.offset for spelled in tokens],
         }
 
-    def _by_text(self, token: Token) -> dict[str, float] | None:
+    def _by_text(self, spelled: Spelled) -> dict[str, float] | None:
         """The most probable tokens by text, the best of those that look alike; None where nothing predicts."""
-        if token.logprob is None:
+        if spelled.token.logprob is None:
             return None
         values: dict[str, float] = {}
-        for i, value in token.top:
-            values.setdefault(self._model.token_text(i), value)
+        for token_id, value in spelled.token.top:
+            values.setdefault(self._text_of(token_id, spelled), value)
         return values
+
+    def _text_of(self, token_id: int, spelled: Spelled) -> str:
+        """The text of a token that may stand in the place of this one; its own text for itself."""
+        return spelled.text if token_id == spelled.token.id else self._model.tokenizer.token_text(token_id)
 
     def usage(self) -> dict[str, Any]:
         watch = self._watch
@@ -233,15 +260,20 @@ class ChatAnswers(Answers):
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
         content, most = [], self.body.top_logprobs or 0
-        for token, _ in piece.tokens if self.body.logprobs else ():
-            top = [self._token(*one) for one in token.top[:most]]
-            content.append(self._token(token.id, token.logprob) | {"top_logprobs": top})
+        for spelled in piece.tokens:
+            top = [self._token(token_id, value, spelled) for token_id, value in spelled.token.top[:most]]
+            own = self._token(spelled.token.id, spelled.token.logprob, spelled)
+            content.append(own | {"top_logprobs": top})
         logprobs = {"content": content, "refusal": None} if self.body.logprobs else None
         return {"logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._model.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _token(self, token_id: int, logprob: float | None, spelled: Spelled) -> dict[str, Any]:
+        text = self._text_of(token_id, spelled)
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": spelled_bytes(self._model.tokenizer, token_id, text),
+        }
 
 
 class ResponseAnswers(Answers):
@@ -298,7 +330,7 @@ class ResponseAnswers(Answers):
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self.body
-        said = ("instructions", "max_output_tokens", "temperature", "top_p")
+        sampling = self.jobs[0].sampling
         return {
             "id": self._head["id"],
             "object": self.kind,
@@ -309,7 +341,10 @@ class ResponseAnswers(Answers):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": None if status == "in_progress" else self.usage(),
-            **{name: getattr(body, name) for name in said},
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "metadata": body.metadata or {},
             "text": body.text or {"format": {"type": "text"}},
             "tools": [],

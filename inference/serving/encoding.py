@@ -23,6 +23,7 @@ from ...data.tokenizer import Tokenizer
 BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 TOKEN_CHARACTERS = 128  # of a token at most: the longest of common vocabularies
 Outputs = dict[str, np.ndarray]
+PLACE_TOKENS = 4096  # of texts that wait: as many take one place of the queue
 _lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before it is used
 
 
@@ -43,6 +44,11 @@ class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
     def cost(self) -> int:
         return len(self.ids)
 
+    @property
+    def places(self) -> float:
+        """Share of the queue that it takes: by its tokens, so that many short texts fit."""
+        return len(self.ids) / PLACE_TOKENS
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -51,6 +57,20 @@ class Reader:
     tokenizer: Tokenizer
     context: int
     vocab_size: int
+
+    @property
+    def framing(self) -> tuple[list[int], list[int]]:
+        """The ids before a text and behind it: [CLS] and [SEP], or those of a tokenizer without them."""
+        cls_id, sep_id = self.tokenizer.cls_id, self.tokenizer.sep_id
+        if cls_id is None and sep_id is None:
+            return self.tokenizer.framing
+        return [] if cls_id is None else [cls_id], [] if sep_id is None else [sep_id]
+
+    def framed(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text of any length, as the model reads it or without its special tokens."""
+        ids: list[int] = self.tokenizer.encode(text).tolist()
+        before, behind = self.framing if add_special_tokens else ([], [])
+        return [*before, *ids, *behind]
 
     def encode(self, text: str | Sequence[int], where: str, truncate: bool = False) -> Any:
         """The ids of a text, or ids as they are; `truncate`: the beginning is enough. Raises WrongUse for too many."""
@@ -73,10 +93,7 @@ class Reader:
         text. Each has the name that errors give it, and may be ids; `truncate` leaves of each what fits behind the
         others. `asked`: fields of `Encoding`. Raises WrongUse for an empty text, unknown ids and more than the context.
         """
-        special = self.tokenizer.cls_id, self.tokenizer.sep_id
-        before, behind = ([] if i is None else [i] for i in special)
-        if special == (None, None):
-            before, behind = self.tokenizer.framing
+        before, behind = self.framing
         ids, ends = before, []
         for where, text in texts.items():
             own = self.encode(text, where, truncate)
@@ -121,23 +138,31 @@ class Reader:
 
 
 def longer(why: str, where: str) -> WrongUse:
-    """What is said of a text that the model cannot read whole."""
+    """The error of a text that the model cannot read whole."""
     fix = 'split the text; embeddings and rankings cut it where a request has "truncate": true'
-    return WrongUse("the text is longer than the model's context", where=where, why=why, fix=fix)
+    return WrongUse(f"{where} is longer than the model's context", where=where, why=why, fix=fix)
+
+
+def named_texts(field: str, texts: Sequence[Any]) -> dict[str, Any]:
+    """The texts of a request's field by the names that errors give them: `field[2]`, or `field` for a single text."""
+    if len(texts) == 1:
+        return {field: texts[0]}
+    return {f"{field}[{index}]": text for index, text in enumerate(texts)}
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:
     """Refuse an empty text and ids that the model has no embedding for."""
     if len(ids) == 0:
-        raise WrongUse("the text is empty", where=where, fix="give at least one token of text")
+        raise WrongUse(f"{where} is empty", where=where, fix="give at least one token of text")
     check_known(ids, vocab_size, where)
 
 
 def check_known(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str) -> None:
     """Refuse ids that the model has no embedding for."""
-    if outside := [int(i) for i in ids if not 0 <= i < vocab_size]:
+    outside = [int(i) for i in ids if not 0 <= i < vocab_size]
+    if outside:
         why = f"{outside[0]} is not in 0 … {vocab_size - 1}"
-        raise WrongUse("a token id is outside the vocabulary", where=where, why=why)
+        raise WrongUse(f"{where} has a token id outside the vocabulary", where=where, why=why)
 
 
 def encode_batch(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> list[Outputs]:

@@ -7,6 +7,7 @@ section 2.3) for a proposal that is certain. So guesses change no answer, nor wh
 
 import json
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...core.backend import CausalBackend, Span
-from ...core.errors import Failed, WrongUse, extra
+from ...core.errors import WrongUse, extra
 from ...data.text_stream import TextStream
 from ...data.tokenizer import Tokenizer
 from ..runtimes.sampling import GREEDY, SEEDS, Chooser, Sampling
@@ -43,7 +44,8 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     whole: bool = False  # nobody looks at an answer before it is complete
     min_tokens: int = 0  # before them no token ends an answer
     ignore_eos: bool = False
-    stop_ids: tuple[int, ...] = ()  # tokens that end an answer besides the end-of-text token
+    stop_ids: tuple[int, ...] = ()  # tokens that end an answer besides the model's end tokens
+    skip_special_tokens: bool = True  # they are no part of the text
 
     def each(self) -> list["Job"]:
         seed = self.sampling.seed
@@ -54,6 +56,11 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     def cost(self) -> int:
         """Tokens that an answer reads and makes at most."""
         return len(self.prompt_ids) + self.max_tokens
+
+    @property
+    def places(self) -> float:
+        """Places of the queue that each of its answers takes."""
+        return 1.0
 
     @property
     def plain(self) -> bool:
@@ -92,12 +99,6 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt: tuple[Token, ...] | None = None  # in the first delta, when `prompt_logprobs` was asked for
     cached_tokens: int | None = None  # in the first delta: tokens of the prompt that were reused
     at_s: float = msgspec.field(default_factory=time.monotonic)
-
-
-def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """The ids of a text to continue; of none, an end-of-text token, after which a model begins a document."""
-    ids = tokenizer.encode(text)
-    return np.array([tokenizer.eos_id]) if len(ids) == 0 and tokenizer.eos_id is not None else ids
 
 
 @dataclass(eq=False)
@@ -228,14 +229,17 @@ class Draft:
 
 
 class Grammars:
-    """Grammars over one tokenizer's vocabulary, by the compiler llguidance. Raises MissingExtra and WrongUse."""
+    """Grammars over one tokenizer's vocabulary, by the compiler llguidance; any of `end_ids` may end an answer that is
+    complete. Raises MissingExtra and WrongUse.
+    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
         self._library = extra("llguidance", "constrained output", "constrained")
         self._vocab_size = tokenizer.vocab_size
+        ends = [token_id for token_id in sorted(end_ids) if token_id < tokenizer.vocab_size]
         try:
             self._tokens = self._library.LLTokenizer(
-                tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eos_id
+                tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=ends or None
             )
         except ValueError as error:
             what, why = "this model's tokenizer cannot be constrained", str(error).splitlines()[0]
@@ -253,24 +257,26 @@ class Grammars:
             else:
                 grammar = matcher.grammar_from_json_schema(json.dumps(constraint["json"]), overrides=compact)
             guide = matcher(self._tokens, grammar)
+            if not guide.is_error():
+                guide.compute_bitmask()  # of the first token: the thread of the model must not wait for it
             why = guide.get_error().splitlines()[0] if guide.is_error() else ""
         except (ValueError, RecursionError) as error:
             why = str(error) or "it is nested too deeply"
+        where = "guided_regex" if "regex" in constraint else "response_format"
         if why:
-            where = "guided_regex" if "regex" in constraint else "response_format"
             raise WrongUse("the constraint cannot be compiled", where=where, why=why)
-        return Guide(guide, self._vocab_size)
+        return Guide(guide, self._vocab_size, where)
 
 
 class Guide:
     """One answer on its way through a grammar; called on the thread that runs the model."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: Any, vocab_size: int, where: str = "response_format") -> None:
+        self._matcher, self._vocab_size, self._where = matcher, vocab_size, where
 
     def copy(self) -> "Guide":
         """The same for another answer."""
-        return Guide(self._matcher.deep_copy(), self._vocab_size)
+        return Guide(self._matcher.deep_copy(), self._vocab_size, self._where)
 
     def allowed(self) -> np.ndarray:
         """Which tokens may come next: bool (V,) of the tokenizer's vocabulary."""
@@ -281,5 +287,6 @@ class Guide:
         """Take a token in; True when nothing may follow it."""
         self._matcher.consume_token(token_id)
         if self._matcher.is_error():  # of its limits: what comes would be cut, and look complete
-            raise Failed("the constraint is too large to follow")
+            why = self._matcher.get_error().splitlines()[0]
+            raise WrongUse("the constraint is too large to follow", where=self._where, why=why)
         return bool(self._matcher.is_stopped())

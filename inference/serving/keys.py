@@ -40,7 +40,7 @@ class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self.digest = b""
-        self.held = 0  # answers accepted and not given
+        self.held = 0  # places of what is accepted and not answered
         self.free_s = 0.0  # when all requests so far are paid for
 
     @classmethod
@@ -60,15 +60,14 @@ class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
                 raise later(429, what, math.ceil(free_s - now_s - 60))
             self.free_s = free_s
 
-    def take(self, answers: int) -> None:
-        """Count answers that are accepted. Raises HTTPException 429 beyond the key's places, WrongUse beyond all."""
-        if self.places is not None and self.held + answers > self.places:
-            if answers > self.places:
-                raise WrongUse(
-                    "too many answers for this key in one request", why=f"{answers} > {self.places}"
-                )
+    def take(self, places: int) -> None:
+        """Count the places of a request. Raises HTTPException 429 beyond the key's places, WrongUse beyond all."""
+        if self.places is not None and self.held + places > self.places:
+            if places > self.places:
+                what, why = "too many answers for this key in one request", f"{places} > {self.places}"
+                raise WrongUse(what, why=why)
             raise later(429, f"{self.held} of this key's {self.places} places are taken", 1)
-        self.held += answers
+        self.held += places
 
     def allow(self, scope: str) -> None:
         """Raise HTTPException 403 unless the key has this scope."""

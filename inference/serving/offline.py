@@ -18,12 +18,13 @@ from ...core.backend import AUTO, BackendOptions
 from ...core.console import warn
 from ...core.errors import ThroughlineError, WrongUse
 from ...data.answered import Numbered, answer_records, text_of
+from ...data.model_settings import end_ids
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_text_model
 from ..runtimes.sampling import Sampling
 from .encoding import Encoding, Reader, embed
-from .generation import Job, TextDelta, prompt_ids
-from .slots import SlotBatch, answer
+from .generation import Job, TextDelta
+from .slots import PREFIX_BYTES, SlotBatch, answer
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
@@ -39,9 +40,11 @@ def open_reader(
     return loaded, Reader(tokenizer, context, loaded.backend.vocab_size)
 
 
-def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Job:
+def text_job(
+    loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job, add_special_tokens: bool = True
+) -> Job:
     """Continue `prompt` as a job without one says, at most to the context's end. Raises WrongUse when it fills it."""
-    ids = prompt_ids(tokenizer, prompt)
+    ids = tokenizer.encode_prompt(prompt, add_special_tokens)
     context = loaded.backend.context
     if len(ids) >= context:
         what, why = "the prompt fills the model's context", f"{len(ids)} tokens, the context is {context}"
@@ -50,14 +53,26 @@ def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Jo
 
 
 def continue_text(
-    path: Path | str, prompt: str, like: Job, options: BackendOptions = AUTO
+    path: Path | str,
+    prompt: str,
+    like: Job,
+    options: BackendOptions = AUTO,
+    *,
+    add_special_tokens: bool = True,
 ) -> Iterator[tuple[int, TextDelta]]:
     """Continue `prompt` with the GPT at `path`; yields (number of the answer, delta). Raises WrongUse as `text_job`."""
     loaded, tokenizer = open_text_model(path, "gpt", options)
-    job = text_job(loaded, tokenizer, prompt, like)
-    rest = tokenizer.vocab_size, tokenizer.eos_id, 0
-    for _, number, delta in answer(SlotBatch(loaded.backend, tokenizer.decode, min(job.n, 8), *rest), [job]):
+    job = text_job(loaded, tokenizer, prompt, like, add_special_tokens)
+    batch = batch_of(loaded, tokenizer, min(job.n, SLOTS), prefix_bytes=0)
+    for _, number, delta in answer(batch, [job]):
         yield number, delta
+
+
+def batch_of(loaded: Loaded, tokenizer: Tokenizer, slots: int, prefix_bytes: int = PREFIX_BYTES) -> SlotBatch:
+    """A batch of answers by this model, which end where its files say."""
+    assert loaded.causal is not None and loaded.tokenizer is not None
+    ends = end_ids(loaded.tokenizer.parent, tokenizer)
+    return SlotBatch(loaded.causal, tokenizer, slots, tokenizer.vocab_size, ends, prefix_bytes)
 
 
 def embed_texts(
@@ -86,7 +101,7 @@ def embed_each(
     for place, text in enumerate(texts):
         try:
             _check_has_tokens(loaded, reader, text)
-            rows[place] = reader.frame({"text": loaded.sentence.text(text)}, truncate)
+            rows[place] = reader.frame({"the text": loaded.sentence.text(text)}, truncate)
         except ThroughlineError as error:
             errors[place] = error
     vectors = np.zeros((len(texts), loaded.config.width), np.float32)
@@ -122,7 +137,13 @@ def one_line(error: ThroughlineError) -> str:
 
 
 def generate_file(
-    path: Path | str, source: Path, out: Path, like: Job, options: BackendOptions = AUTO
+    path: Path | str,
+    source: Path,
+    out: Path,
+    like: Job,
+    options: BackendOptions = AUTO,
+    *,
+    add_special_tokens: bool = True,
 ) -> dict[str, Any]:
     """Continue the "prompt" of every line with the GPT at `path`, as a job without one says or the line's own settings
     (`Answering`) do: the line with "answers" and "finish". Returns counts. Raises WrongUse for a file without any
@@ -130,9 +151,12 @@ def generate_file(
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     given = [loaded.input.hash, repr(like.sampling), like.max_tokens, like.stop, like.n]
-    return answer_records(
-        source, out, given, "prompt", lambda records: _generate(loaded, tokenizer, records, like)
-    )
+    given += [like.skip_special_tokens, add_special_tokens]
+
+    def generate(records: Iterator[Numbered]) -> Iterator[Numbered]:
+        return _generate(loaded, tokenizer, records, like, add_special_tokens)
+
+    return answer_records(source, out, given, "prompt", generate)
 
 
 def embed_file(
@@ -189,7 +213,7 @@ def _warn_misspelt(name: str) -> None:
 
 
 def _generate(
-    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Numbered], like: Job
+    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Numbered], like: Job, add_special_tokens: bool
 ) -> Iterator[Numbered]:
     asked: list[tuple[Numbered, list[str], list[str | None]]] = []  # in the order of the jobs
     refused: list[Numbered] = []
@@ -204,7 +228,8 @@ def _generate(
     def jobs() -> Iterator[Job]:
         for number, record in records:
             try:
-                job = text_job(loaded, tokenizer, text_of(record, "prompt"), _with_own(like, record))
+                prompt, own = text_of(record, "prompt"), _with_own(like, record)
+                job = text_job(loaded, tokenizer, prompt, own, add_special_tokens)
             except ThroughlineError as error:
                 refused.append((number, record | {"error": one_line(error)}))
                 continue
@@ -212,7 +237,7 @@ def _generate(
             yield job
 
     slots = SLOTS if loaded.backend.device == "cpu" else GPU_SLOTS
-    batch = SlotBatch(loaded.backend, tokenizer.decode, slots, tokenizer.vocab_size, tokenizer.eos_id)
+    batch = batch_of(loaded, tokenizer, slots)
     for place, copy, delta in answer(batch, jobs(), fail):
         (number, record), texts, ends = asked[place]
         texts[copy] += delta.text

@@ -1,7 +1,7 @@
 """A model in a process of its own, as the HTTP process sees it: started, fed, watched and started again.
 
-- `submit` never waits: it takes all work of a request or says that it cannot. The number of answers that are accepted
-  and not given is bounded here, so that a full queue is known without asking the other process.
+- `submit` never waits: it takes all work of a request or says that it cannot. The places of answers that are accepted
+  and not given are bounded here, so that a full queue is known without asking the other process.
 - A process that dies is started again; everyone it owed an answer gets an error. Killed are one that sends no
   heartbeat for `hang_s`, one whose present step takes longer than `load_s` (a first compilation, or the build of an
   engine, may happen in a step), and one that does not load within `load_s`.
@@ -46,6 +46,7 @@ class Owed:
     place: int  # in its request
     hear: Hear
     cost: int
+    places: float  # of the queue
     began: bool = False  # as is known with its first token
 
 
@@ -92,6 +93,8 @@ class Remote:
         self._opened: asyncio.Future[Ready | Broken]  # what the present process says first
         self._ended: asyncio.Future[None]
         self._waiting: dict[int, Owed] = {}
+        self._taken = 0.0  # places of `_waiting`
+        self.cost = 0  # tokens to read and to make for `_waiting`, at most
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
         self._watching: asyncio.Task[None] | None = None
@@ -133,19 +136,16 @@ class Remote:
     def queued(self) -> int:
         return self.waiting - self.active
 
-    @property
-    def cost(self) -> int:
-        """Tokens to read and to make for the jobs that are not answered, at most."""
-        return sum(owed.cost for owed in self._waiting.values())
-
-    def refusal(self, jobs: int) -> HTTPException | None:
-        """Why this many jobs cannot be taken now, if so: 503 without the model, 429 for a full queue."""
+    def refusal(self, places: float) -> HTTPException | None:
+        """Why work of so many places cannot be taken now, if so: 503 without the model, 429 for a full queue. An idle
+        process takes work of any size: bodies are bounded.
+        """
         if not self.ready:
             state = "starting again" if self._has_died else "loading"
             return later(503, f"the model {self.name} is {state}", 5)
-        if len(self._waiting) + jobs > self.places:
+        if self._waiting and self._taken + places > self.places:
             wait_s = max(1, min(60, math.ceil(len(self._waiting) * self._seconds_per_job)))
-            why = f"{len(self._waiting)} of {self.places} places are taken"
+            why = f"{math.ceil(self._taken)} of {self.places} places are taken"
             return later(429, f"the queue of {self.name} is full: {why}", wait_s)
         if self._connection is not None and self._connection.get_write_buffer_size() > UNREAD_BYTES:
             return later(503, f"the model {self.name} does not take requests in", 5)
@@ -154,20 +154,24 @@ class Remote:
     def submit(self, work: Sequence[Work], hear: Hear, priority: int = 0, tenant: str = "") -> range:
         """Send the work of a request, for which there must be room, and return the numbers of its answers."""
         assert self._connection is not None
-        costs = [one.cost for one in work for _ in range(one.n)]
-        numbers = range(self._next, self._next + len(costs))
+        answers = [one for one in work for _ in range(one.n)]
+        numbers = range(self._next, self._next + len(answers))
         due_s = time.monotonic() - priority * PRIORITY_S
         message = pack(Ask(numbers.start, list(work), due_s, tenant))  # what cannot be said is owed to nobody
         self._next = numbers.stop
-        for place, (number, cost) in enumerate(zip(numbers, costs)):
-            self._waiting[number] = Owed(place, hear, cost)
+        for place, (number, one) in enumerate(zip(numbers, answers)):
+            self._waiting[number] = Owed(place, hear, one.cost, one.places)
+            self._taken += one.places
+            self.cost += one.cost
         self._connection.write(message)
         self.accepted += len(numbers)
         return numbers
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Nobody waits for these any more; answered ones may be among them."""
-        left = [number for number in numbers if self._waiting.pop(number, None)]
+        left = [number for number in numbers if number in self._waiting]
+        for number in left:
+            self._forget(number)
         if left and self.ready and self._connection is not None:
             self._connection.write(pack(Cancel(left)))
 
@@ -246,6 +250,7 @@ class Remote:
         self._silent_s = self._busy_s = self.cache_usage = 0.0
         self.totals.restarts += 1
         waiting, self._waiting = self._waiting, {}
+        self._taken, self.cost = 0.0, 0
         assert self._connection is not None and self._process is not None
         self._connection.close()
         with suppress(OSError):
@@ -256,6 +261,12 @@ class Remote:
         await asyncio.to_thread(self._process.wait)
         ended = f"the process of the model ended with {len(waiting)} requests in it"
         warn(f"{self.name}: {ended}; starting it again")
+
+    def _forget(self, number: int) -> None:
+        """Give the places of an answer back."""
+        owed = self._waiting.pop(number)
+        self.cost -= owed.cost
+        self._taken = self._taken - owed.places if self._waiting else 0.0  # rounding ends with the queue
 
     def _route(self, message: Message) -> None:
         """Hand a message of the process to those who wait for it."""
@@ -283,7 +294,7 @@ class Remote:
         owed = self._waiting[number]
         owed.began = True
         if last:
-            del self._waiting[number]
+            self._forget(number)
             if not isinstance(answer, ThroughlineError):
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s

@@ -19,14 +19,16 @@ from ...core.backend import CausalBackend, Span, library
 from ...core.console import warn
 from ...core.errors import Failed
 from ...core.scorer import common
-from ...data.text_stream import TextStream
+from ...data.text_stream import Decode, TextStream
+from ...data.tokenizer import Tokenizer
 from ..runtimes.sampling import Chooser, beside, choose, probabilities
 from .generation import Draft, Guide, Job, Sequence, TextDelta, Token, look_up
+from .prefixes import LEAST_PREFIX, Prefixes
 
-LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding
 GPU_CHUNK_TOKENS = 512
+CONTEXT_TOKENS = 256  # of a prompt, by which the first token of an answer is decoded
 PREFIX_BYTES = 256 << 20  # of finished sequences
 GUESSING_ROWS = 1  # beyond which guesses do not pay on a CPU: see docs/journal.md
 NO_NUMBER = "the model's output is not a number"
@@ -36,50 +38,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Prefixes:
-    """Finished sequences whose keys and values are kept, the least recently used dropped first."""
-
-    def __init__(self, backend: CausalBackend, limit_bytes: int) -> None:
-        self._backend, self._limit = backend, limit_bytes
-        self.kept: dict[tuple[str, bytes], tuple[np.ndarray, Any]] = {}  # of a tenant, in the order of use
-
-    def find(self, tenant: str, prompt_ids: np.ndarray) -> tuple[int, Any]:
-        """How many tokens the tenant's best entry shares with the prompt, and that entry (its use is noted)."""
-        shares = self._shared(tenant, prompt_ids)
-        best = max(shares, key=shares.__getitem__, default=None)
-        if best is None or not shares[best]:
-            return 0, None
-        self.kept[best] = self.kept.pop(best)
-        return shares[best], self.kept[best][1]
-
-    def _shared(self, tenant: str, ids: np.ndarray) -> dict[tuple[str, bytes], int]:
-        # of a small model thousands are kept: those that begin otherwise are passed over by their bytes
-        head = ids[:LEAST_PREFIX].astype(np.int64).tobytes()
-        like = [key for key in self.kept if key[0] == tenant and key[1].startswith(head)]
-        return {key: common((self.kept[key][0], ids)) for key in like}
-
-    def keep(self, tenant: str, ids: np.ndarray, cache: Any, row: int) -> None:
-        """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
-        tokens = len(ids)
-        size = self._backend.token_bytes
-        if not size or tokens < LEAST_PREFIX or tokens * size > self._limit:
-            return
-        shares = self._shared(tenant, ids)
-        if tokens in shares.values():
-            return
-        for key, share in shares.items():
-            if share == len(self.kept[key][0]):
-                del self.kept[key]
-        while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
-            del self.kept[next(iter(self.kept))]
-        self.kept[tenant, ids.astype(np.int64).tobytes()] = ids, self._backend.save_row(cache, row, tokens)
-
-
 class SlotBatch:
     """Answers many jobs at once on one backend; `slots` of them share the cache, the others wait in order.
 
     `vocab_size`: the tokenizer's, when smaller than the model's, whose padding rows then are never chosen;
-    probabilities are those of the model, as in evaluation. `eos_id` ends an answer.
+    probabilities are those of the model, as in evaluation. `decode`: the tokenizer, or what makes text of ids. Each of
+    `end_ids` ends an answer.
     `prefix_bytes`: memory for finished sequences that later prompts may begin with. `speculate`: most tokens of an
     answer that are guessed ahead and checked in one step, by the model `draft` if there is one.
     """
@@ -87,10 +51,10 @@ class SlotBatch:
     def __init__(
         self,
         backend: CausalBackend,
-        decode: Callable[[list[int]], str],
+        decode: Tokenizer | Decode,
         slots: int,
         vocab_size: int | None = None,
-        eos_id: int | None = None,
+        end_ids: Iterable[int] = (),
         prefix_bytes: int = PREFIX_BYTES,
         speculate: int = 0,
         draft: CausalBackend | None = None,
@@ -100,7 +64,7 @@ class SlotBatch:
         limits = backend.limits.within(draft.limits) if draft else backend.limits
         self.backend, self.slots = backend, min(slots, limits.rows or slots)
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
-        self._decode, self._eos = decode, frozenset(() if eos_id is None else (eos_id,))
+        self._decode, self._end_ids = decode, frozenset(end_ids)
         self._cache = backend.new_cache(self.slots)
         self._draft = Draft(draft, self.slots, self._vocab_size) if draft else None
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
@@ -113,8 +77,11 @@ class SlotBatch:
     def add(self, job: Job, guide: Guide | None = None, due_s: float = 0.0, tenant: str = "") -> Sequence:
         """Take a job of one answer in. Raises WrongUse when it cannot fit the model's context."""
         job.check(self.backend.context)
-        stream = TextStream(self._decode, job.stop, [int(i) for i in job.prompt_ids[-1:]])
-        ends = frozenset(job.stop_ids) | (frozenset() if job.ignore_eos else self._eos)
+        before = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
+        stream = TextStream(self._decode, job.stop, before, job.skip_special_tokens)
+        ends = frozenset(job.stop_ids)
+        if not job.ignore_eos:
+            ends |= self._end_ids
         reach = self._speculate if job.plain and guide is None else 0
         sequence = Sequence(job, stream, guide, ends=ends, due_s=due_s, tenant=tenant, reach=reach)
         insort(self.waiting, sequence, key=lambda one: one.due_s)
@@ -157,7 +124,7 @@ class SlotBatch:
         self._leave({id(sequence) for sequence, delta in deltas if delta.finish})
         self._leave({id(sequence) for sequence, _ in self.failed}, keep=False)
         if self.failed and not self._live:  # nobody knows what an error has left in the cache
-            self._prefixes.kept.clear()
+            self._prefixes.clear()
             self._cache = None  # before there is another: memory may have been what was missing
             self._cache = self.backend.new_cache(self.slots)
         return deltas

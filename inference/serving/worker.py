@@ -24,6 +24,8 @@ import numpy as np
 from ...core.backend import CausalBackend, EncoderBackend, Limits, Span, log_softmax, on_host
 from ...core.console import background_stderr, configure_log, guarded_stderr, warn
 from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ...data.chat import ChatTemplate
+from ...data.model_settings import end_ids
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_text_model
 from .channel import Ask, Beat, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
@@ -34,6 +36,7 @@ from .slots import NO_NUMBER, PREFIX_BYTES, SlotBatch, in_halves
 BEAT_MS = 1000  # between two heartbeats
 TOLD_TOGETHER = 64  # tokens of an answer that nobody sees before it is whole
 TOKEN_S = 0.005  # by which each token that a request asks for delays it behind those that ask for less
+LOOKED_AT = 1024  # texts of the queue among which a batch is chosen: a request may bring thousands
 LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do
 Making = Future[Guide] | None
 
@@ -157,8 +160,8 @@ class EncoderEngine:
         self.waiting = [one for one in self.waiting if one[1] not in numbers]
 
     def turn(self) -> list[Message]:
-        """The text that is due with those queued ones that are nearest in length."""
-        texts = {number: text for _, number, text in self.waiting}
+        """The text that is due with those of the next in the queue that are nearest in length."""
+        texts = {number: text for _, number, text in self.waiting[:LOOKED_AT]}
         batch = take_batch(texts, self._limits)
         self.drop({*batch})
 
@@ -195,13 +198,16 @@ class WorkerModel:
         self.loaded, tokenizer = open_text_model(opening.path, "", opening.options)
         self.tokenizer = tokenizer
         self._outputs = warm_up(self.loaded)
+        assert self.loaded.tokenizer is not None
+        directory = self.loaded.tokenizer.parent
         self.engine: CausalEngine | EncoderEngine
         if self.loaded.causal is not None:
-            rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id, PREFIX_BYTES, opening.speculate
+            ends = end_ids(directory, tokenizer)
+            rest = opening.slots, tokenizer.vocab_size, ends, PREFIX_BYTES, opening.speculate
             draft = open_draft(opening, tokenizer) if opening.draft else None
             if draft is not None:
                 draft.context = min(draft.context, self.loaded.causal.context)
-            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest, draft)
+            self.engine = engine = CausalEngine(self.loaded.causal, tokenizer, *rest, draft)
             if engine.slots < opening.slots:
                 fitting = f"{engine.slots} sequences at a time, as many as fit, not {opening.slots}"
                 warn(f"{opening.name}: {fitting}")
@@ -210,7 +216,7 @@ class WorkerModel:
             pad_id = tokenizer.pad_id or 0  # padding is masked: any id will do
             self.engine = EncoderEngine(self.loaded.encoder, pad_id, tokenizer.vocab_size)
         # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
-        self._grammars = lru_cache(1)(lambda: Grammars(tokenizer))
+        self._grammars = lru_cache(1)(lambda: Grammars(tokenizer, turn_ends(directory, tokenizer)))
         self._beside = ThreadPoolExecutor(1, "grammars")
 
     @property
@@ -246,11 +252,12 @@ class WorkerModel:
             constraint = None if isinstance(work, Encoding) else work.constraint
             making = self._beside.submit(self._guide, constraint) if constraint else None
             for one in work.each():
+                due_s += one.cost * TOKEN_S
                 try:
                     self.engine.submit(number, one, making, due_s, message.tenant)
                 except Exception as error:
                     self._say(Broken.of(error, [number]))
-                number, due_s = number + 1, due_s + work.cost * TOKEN_S
+                number += 1
 
     def turn(self) -> None:
         """A turn of the engine, if there is work."""
@@ -262,6 +269,14 @@ class WorkerModel:
 
     def _guide(self, constraint: str) -> Guide:
         return self._grammars().guide(constraint)
+
+
+def turn_ends(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end a text, or an answer in a chat."""
+    template, _ = ChatTemplate.find_usable(directory, tokenizer)
+    if template is not None:
+        return template.end_ids
+    return frozenset(end_ids(directory, tokenizer))
 
 
 def open_draft(opening: Open, tokenizer: Tokenizer) -> CausalBackend:

@@ -165,7 +165,7 @@ def test_transformers_loads_the_exported_gpt(gpt_dir: Path, tmp_path: Path) -> N
 
     backend = open_backend(tmp_path / "out").causal
     job = Job(ids[0, :10].numpy(), 30)
-    batch = SlotBatch(backend, lambda ids: "", 1, eos_id=0)
+    batch = SlotBatch(backend, lambda ids: "", 1, end_ids=(0,))
     made = [piece.token.id for _, _, piece in answer(batch, [job])]
     assert generated.tolist() == made
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

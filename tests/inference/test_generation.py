@@ -144,15 +144,15 @@ def test_finish_reasons() -> None:
     prompt = np.arange(5)
     backend = RememberingBackend()
 
-    def run(eos_id: int | None = None, **kwargs) -> list[TextDelta]:
-        batch = SlotBatch(backend, letters, 8, eos_id=eos_id)
+    def run(end_ids: tuple[int, ...] = (), **kwargs) -> list[TextDelta]:
+        batch = SlotBatch(backend, letters, 8, end_ids=end_ids)
         return [delta for _, _, delta in answer(batch, [Job(prompt, 20, **kwargs)])]
 
     plain = run()
     assert [delta.finish for delta in plain] == [None] * 19 + ["length"]
     text, third = "".join(delta.text for delta in plain), plain[2].token.id
     assert text[2] not in text[:2]
-    ended = run(eos_id=third)
+    ended = run(end_ids=(third,))
     assert ended[-1].finish == "stop" and "".join(delta.text for delta in ended) == text[:2]
     stopped = run(stop=(text[2:4],))
     assert stopped[-1].finish == "stop" and "".join(delta.text for delta in stopped) == text[:2]

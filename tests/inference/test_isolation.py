@@ -15,10 +15,12 @@ from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import remote, served
 from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
+from throughline.inference.serving.channel import Ask, Open
 from throughline.inference.serving.generation import Job
 from throughline.inference.serving.keys import find_key, read_keys
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.slots import SlotBatch
+from throughline.inference.serving.worker import WorkerModel
 
 BAD = 77  # a token that breaks whatever reads it
 
@@ -122,7 +124,6 @@ def test_an_encoder_that_breaks_on_one_text_reads_the_others(
 
 def test_a_grammar_at_its_limits_is_an_error_and_no_answer() -> None:
     """What came before would look complete: the matcher says that it has stopped then, too."""
-    from throughline.core.errors import Failed
     from throughline.inference.serving.generation import Guide
 
     class Full:
@@ -135,7 +136,10 @@ def test_a_grammar_at_its_limits_is_an_error_and_no_answer() -> None:
         def is_stopped(self) -> bool:
             return True
 
-    with pytest.raises(Failed, match="too large to follow"):
+        def get_error(self) -> str:
+            return "too many states"
+
+    with pytest.raises(WrongUse, match="too large to follow"):
         Guide(Full(), 9).accept(1)
 
 
@@ -188,7 +192,7 @@ def test_min_tokens_stop_tokens_and_no_end(backend: Any) -> None:
     sampling = Sampling(temperature=0.0, logit_bias=((0, 100.0), (9, 90.0)))
 
     def answer(**fields: Any) -> list[int]:
-        batch = SlotBatch(backend, lambda ids: "", 1, eos_id=0)
+        batch = SlotBatch(backend, lambda ids: "", 1, end_ids=(0,))
         batch.add(Job(np.array([5, 6]), 6, sampling, **fields))
         tokens = []
         while batch.busy:
@@ -277,11 +281,25 @@ def test_a_name_that_is_not_ours_is_refused_and_head_is_answered() -> None:
 # --- starting and stopping ---
 
 
-def test_a_template_that_cannot_be_read_ends_the_start(
-    gpt_dir: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_template_that_cannot_be_used_costs_the_model_its_chats_alone(
+    gpt_dir: Path,
+    sentencepiece_dir: Path,
+    in_thread: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """One that is no text, no object of the known form, or does not compile: a warning, a 400 with the reason, and
+    completions as before. The other model of the command keeps its chats.
+    """
+
     async def body(found: Any) -> None:
-        assert found.server.failure is not None and "chat template" in str(found.server.failure)
+        request = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        refused = await found.client.post("/v1/chat/completions", json=request | {"model": "gpt"})
+        assert refused.status_code == 400 and "the chat template" in refused.text
+        other = await found.client.post("/v1/chat/completions", json=request | {"model": "other"})
+        assert other.status_code == 200, other.text
+        assert await found.complete(prompt="x", max_tokens=1)
 
     model = tmp_path / "model"
     model.mkdir()
@@ -289,10 +307,12 @@ def test_a_template_that_cannot_be_read_ends_the_start(
         (model / file.name).write_bytes(file.read_bytes())
     for name, content in (
         ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{% if %}"),
         ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default"}]}).encode()),
     ):
         (model / name).write_bytes(content)
-        in_thread.run_with(monkeypatch, [f"gpt={model}"], body)
+        in_thread.run_with(monkeypatch, [f"gpt={model}", f"other={sentencepiece_dir}"], body)
+        assert "gpt is served without chats: the chat template" in capsys.readouterr().err
         (model / name).unlink()
 
 
@@ -376,3 +396,21 @@ def test_a_process_that_takes_nothing_in_gets_nothing(ask: Any, monkeypatch: pyt
         assert answer.status_code == 503 and "does not take" in answer.json()["error"]["message"]
 
     ask(body)
+
+
+def test_a_short_request_is_answered_before_a_long_one_that_came_earlier(gpt_dir: Path) -> None:
+    """Each token that a request may take delays its place by 5 ms, in its first answer too: of requests of 150, 10 and
+    10 tokens that wait for one slot the short ones are answered first.
+    """
+    answered: list[int] = []
+
+    def say(*messages: Any) -> None:
+        answered.extend(made.number for turn in messages for made in turn.made if made.deltas[-1].finish)
+
+    model = WorkerModel(Open("gpt", str(gpt_dir), 1, BackendOptions("cpu", threads=1)), say)
+    for number, length in enumerate((148, 8, 8)):
+        work = [Job(np.arange(length), 2, whole=True)]
+        model.take(Ask(number, work, due_s=5.0 + number / 1000))
+    while model.engine.busy:
+        model.turn()
+    assert answered == [1, 2, 0]

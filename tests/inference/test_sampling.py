@@ -203,3 +203,22 @@ def test_log_softmax_of_large_logits_is_finite() -> None:
     values = log_softmax(np.array([1e4, 0.0, -1e4]))
     np.testing.assert_allclose(np.exp(values).sum(), 1.0)
     assert values[0] == 0.0
+
+
+@on_both
+def test_top_k_beyond_the_leading_tokens_narrows_what_top_p_keeps(device: str) -> None:
+    """The 1,024 most probable of 5,000 hold the half that top-p asks of everything, and top-k 1,200 leaves 70 % of the
+    mass: the nucleus is then the half of those 70 %. Without top-k it has a third more tokens.
+    """
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    shares = np.concatenate(
+        (np.linspace(1.2, 0.8, 1024) * 0.6 / 1024, np.full(176, 0.1 / 176), np.full(3800, 0.3 / 3800))
+    )
+    logits = torch.from_numpy(np.log(np.random.default_rng(0).permutation(shares)).astype(np.float32)[None])
+    theirs = TopPLogitsWarper(0.5)(None, TopKLogitsWarper(1200)(None, logits.clone()))
+    ours = torch.as_tensor(filtered(MAKERS[device](logits.numpy()), [Sampling(top_k=1200, top_p=0.5)]))
+    alone = torch.as_tensor(filtered(MAKERS[device](logits.numpy()), [Sampling(top_p=0.5)]))
+    # one token more or less, where fp32 sums in another order decide
+    assert abs(int((ours > 0).sum()) - int(torch.isfinite(theirs).sum())) <= 1
+    assert int((alone > 0).sum()) > 1.3 * int((ours > 0).sum())

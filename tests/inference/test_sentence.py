@@ -96,10 +96,10 @@ def test_length_case_and_prompt_are_the_directorys(sentence_dir) -> None:
     folder = sentence_dir(
         {"pooling_mode_mean_tokens": True},
         sentence_bert_config={"max_seq_length": 12, "do_lower_case": True},
-        config_sentence_transformers={"prompts": {"query": "again: "}, "default_prompt_name": "query"},
+        config_sentence_transformers={"prompts": {"query": "Again: "}, "default_prompt_name": "query"},
     )
     assert read_sentence(folder) == Sentence(
-        longest=12, lowercase=True, prompt="again: ", prompts={"query": "again: "}
+        longest=12, lowercase=True, prompt="Again: ", prompts={"query": "Again: "}
     )
     long = "Over the Dog " * 20
     with pytest.raises(WrongUse, match="longer than the model's context") as refused:

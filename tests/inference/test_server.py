@@ -251,9 +251,13 @@ def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest
 
     async def body(found) -> None:
         tokenizer = found.server.catalogue.find("gpt").tokenizer
-        encode = tokenizer.encode
-        noted = lambda text: threads.append(threading.current_thread()) or encode(text)  # noqa: E731
-        monkeypatch.setattr(tokenizer, "encode", noted)
+        encode = tokenizer.encode_prompt
+
+        def noted(*given):
+            threads.append(threading.current_thread())
+            return encode(*given)
+
+        monkeypatch.setattr(tokenizer, "encode_prompt", noted)
         here = threading.current_thread()
         await found.complete(prompt="short", max_tokens=1)
         assert threads == [here]

@@ -14,7 +14,6 @@ from throughline.core.scorer import common
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal
-from throughline.inference.serving import slots
 from throughline.inference.serving.generation import Job
 from throughline.inference.serving.slots import SlotBatch
 from throughline.models.config import GPTConfig
@@ -83,22 +82,6 @@ def test_what_is_kept_is_bounded(backend: CausalBackend) -> None:
     prompts = [np.random.default_rng(seed).integers(0, 300, 60) for seed in (1, 2)]
     reused = [run(batch, Job(prompts[i], 1))[0][0].cached_tokens for i in (0, 0, 1, 1, 0)]
     assert reused == [0, 59, 0, 59, 0]
-
-
-def test_what_begins_otherwise_is_passed_over(
-    backend: CausalBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of many that are kept only those whose beginnings are worth a copy are compared token by token: of a small model
-    thousands fit, and each answer would cost more than the one before. Ids of 32 bits find those of 64.
-    """
-    batch = SlotBatch(backend, nothing, 1)
-    prompts = [np.random.default_rng(seed).integers(0, 300, 40).astype(np.int32) for seed in range(20)]
-    for prompt in prompts:
-        run(batch, Job(prompt, 1))
-    compared = []
-    monkeypatch.setattr(slots, "common", lambda rows: compared.append(len(rows[0])) or common(rows))
-    assert run(batch, Job(prompts[3], 1))[0][0].cached_tokens == 39
-    assert compared == [40, 40], "when it began and when it was to be kept"
 
 
 def test_a_long_prompt_does_not_hold_up_the_others(backend: CausalBackend) -> None:

@@ -61,7 +61,7 @@ def test_guessing_ahead_changes_no_token(
 
     def answers(speculate: int, draft: CausalBackend | None = None) -> tuple[list, int, float]:
         counting = Counting(backend)
-        batch = SlotBatch(counting, decode, 4, eos_id=0, speculate=speculate, draft=draft)
+        batch = SlotBatch(counting, decode, 4, end_ids=(0,), speculate=speculate, draft=draft)
         found = run(batch, *jobs) + run(batch, *jobs[::-1])
         assert not batch.failed
         told = [
