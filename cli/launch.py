@@ -151,8 +151,9 @@ def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> 
     if given["host"] != "0.0.0.0" or given["port"] != 8000:  # noqa: S104 - inside a pod
         fix = "add --host 0.0.0.0 and leave --port out"
         raise WrongUse("probes reach a pod from outside, at port 8000", where="serve", fix=fix)
-    name = Path(given["paths"][0].partition("=")[0]).name
-    _print(service_file(arguments, name, image, given["device"] != "cpu"), kind=emit)
+    name = Path(given["paths"][0].partition("=")[0]).name if given["paths"] else "models"
+    text = service_file(arguments, name, image, given["device"] != "cpu", bool(given["tls_cert"]))
+    _print(text, kind=emit)
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:

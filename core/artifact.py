@@ -7,6 +7,7 @@ and facts. A directory is written under a temporary name, hashed, flushed and re
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -17,10 +18,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .errors import Refused, WrongUse, beside
-from .files import read_json, sha256_file, sha256_json, sync, walk_files, written_aside
+from .errors import Refused, ThroughlineError, WrongUse, beside
+from .files import read_json, sha256_file, sha256_json, sync, walk_files, write_atomic, written_aside
 
 FORMAT_VERSION = 1
+CACHED_BYTES = 1 << 20  # of a foreign file whose hash is remembered; smaller ones are hashed in a millisecond
+SETTLED_S = (
+    2.0  # since a file's last change: one that is written again within a tick of the clock has the same time
+)
 CHECK_BYTES = 4 << 30  # of foreign inputs that are hashed to see whether they are the same: three seconds
 MANIFEST = "manifest.json"
 # settings, which whoever has a model may change or add
@@ -232,19 +237,53 @@ def verify_artifact(
     return manifest
 
 
-def input_record(path: Path | str) -> Input:
-    """The record by which an artifact names what it was made from: ours by manifest, foreign by bytes."""
+def input_record(path: Path | str, remembered: bool = False) -> Input:
+    """The record by which an artifact names what it was made from: ours by manifest, foreign by bytes. `remembered`:
+    large foreign files are hashed once, as long as size, time of change and inode stay (for opening a model, not for
+    a check of what has changed).
+    """
     path, kind = Path(path), "foreign"
+    hashed = remembered_sha256 if remembered else sha256_file
     if is_artifact(path):
         manifest = read_manifest(path)
         kind, digest = manifest.kind, manifest.hash
     elif path.is_dir():
-        digest = sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)])
+        digest = sha256_json([[f.relative_to(path).as_posix(), hashed(f)] for f in walk_files(path)])
     elif path.is_file():
-        digest = sha256_file(path)
+        digest = hashed(path)
     else:
         raise WrongUse("no such file or directory", where=path, fix=beside(path, "check the spelling"))
     return Input(os.path.abspath(path), kind, digest)
+
+
+def cache_directory() -> Path:
+    """The user's directory for what may be lost, by the XDG base directories."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline"
+
+
+def remembered_sha256(path: Path) -> str:
+    """The sha256 of a file, from the user's cache while place, size, time of change and inode are those of then."""
+    before = path.stat()
+    if before.st_size < CACHED_BYTES:
+        return sha256_file(path)
+    try:
+        directory = cache_directory() / "sha256"
+    except RuntimeError:  # a user without a home
+        return sha256_file(path)
+    known = [os.path.realpath(path), before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
+    entry = directory / sha256_json(known)
+    with suppress(OSError, UnicodeDecodeError):
+        text = entry.read_text()
+        if re.fullmatch("[0-9a-f]{64}", text):
+            return text
+    digest = sha256_file(path)
+    after = path.stat()
+    settled = time.time() - max(after.st_mtime, after.st_ctime) > SETTLED_S
+    if settled and (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
+        with suppress(OSError, ThroughlineError):  # a home that is read-only: it is hashed again next time
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(entry, digest)
+    return digest
 
 
 def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:

@@ -61,7 +61,7 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
 
         config, precision, tokenizer, sentence = read_gguf(path)
         backend = run_gguf(path, config, options, precision)
-        loaded = Loaded(config, tokenizer, input_record(path), backend, sentence=sentence)
+        loaded = Loaded(config, tokenizer, input_record(path, remembered=True), backend, sentence=sentence)
     if loaded.causal is not None:
         loaded.causal.context = min(loaded.causal.context, context_of(loaded.config, options))
     return loaded
@@ -111,7 +111,7 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     pooling: Any = str(facts.get("pooling", "mean")).partition("-")[0]
     sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
     problem = described.get("head", {}).get("problem", SINGLE_LABEL)
-    return Loaded(config, kept, input_record(path), backend, classes, sentence, problem)
+    return Loaded(config, kept, input_record(path, remembered=True), backend, classes, sentence, problem)
 
 
 def classes_of(described: dict[str, Any]) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class FoundModel(NamedTuple):
             from ...train.checkpoints.checkpoint import load_model
 
             model, tokenizer = load_model(self.directory, device, dtype)
-            return OpenedModel(in_use(model), tokenizer, input_record(self.directory))
+            return OpenedModel(in_use(model), tokenizer, input_record(self.directory, remembered=True))
         import torch
 
         from ...models.huggingface import load_huggingface
@@ -71,7 +71,7 @@ class FoundModel(NamedTuple):
         if is_artifact(self.directory):
             verify_artifact(self.directory)
         model = load_huggingface(self.directory, dtype or torch.float32).to(device).eval()
-        return OpenedModel(in_use(model), self.tokenizer, input_record(self.directory))
+        return OpenedModel(in_use(model), self.tokenizer, input_record(self.directory, remembered=True))
 
 
 def no_model(path: Path) -> WrongUse:

@@ -21,7 +21,7 @@ from throughline.core.artifact import (
     verify_artifact,
 )
 from throughline.core.errors import Failed, Refused, WrongUse
-from throughline.core.files import write_atomic
+from throughline.core.files import sha256_file, write_atomic
 from throughline.core.workspace import Workspace, read_records
 
 
@@ -324,3 +324,56 @@ def test_every_file_is_flushed_before_the_name_is_given(
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(name)
     assert done[: done.index("swap")] == ["a", "b"] and "sub" in done and (tmp_path / "out/sub/b").is_file()
+
+
+def test_a_large_foreign_file_is_hashed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache serves what opens a model; what checks for a change reads every byte. A damaged entry, a file that was
+    written a moment ago and a cache that cannot be written are hashed again.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(artifact, "CACHED_BYTES", 10)
+    hashed: list[str] = []
+    monkeypatch.setattr(
+        artifact, "sha256_file", lambda path: hashed.append(Path(path).name) or sha256_file(path)
+    )
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "small").write_text("x")
+    weights = model / "weights"
+    weights.write_text("0123456789")
+
+    def opened(remembered: bool = True) -> tuple[str, list[str]]:
+        hashed.clear()
+        return input_record(model, remembered=remembered).hash, hashed[:]
+
+    first, files = opened()
+    assert files == ["small", "weights"]
+    assert opened() == (first, ["small", "weights"]), "it may change within the same tick of the clock"
+    monkeypatch.setattr(artifact, "SETTLED_S", -1.0)
+    opened()
+    assert opened() == (first, ["small"])
+    assert opened(remembered=False) == (first, ["small", "weights"])
+    before = weights.stat()
+    weights.write_text("9876543210")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync and tar do
+    changed, files = opened()
+    assert changed != first and files == ["small", "weights"]
+    for entry in (tmp_path / "cache" / "throughline" / "sha256").iterdir():
+        entry.write_text("damaged")
+    assert opened() == (changed, ["small", "weights"])
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert opened() == (changed, ["small", "weights"])
+
+
+def test_a_hash_of_our_own_artifact_is_never_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for limit, value in (("CACHED_BYTES", 0), ("SETTLED_S", -1.0)):
+        monkeypatch.setattr(artifact, limit, value)
+    made = make(tmp_path / "model", "model")
+    input_record(made, remembered=True)
+    verify_artifact(made)
+    assert not (tmp_path / "cache").exists()

@@ -251,7 +251,7 @@ def test_a_server_on_kubernetes_is_found_probed_drained_and_grown(device: str) -
     words = ["launch", "--emit", "kubernetes", "--", "serve", "My_GPT=/models/x", "--device", device]
     done = CliRunner().invoke(main, [*words, "--host", "0.0.0.0"])
     assert done.exit_code == 0, done.output
-    service, deployment, scaler = documents = list(yaml.safe_load_all(done.stdout))
+    service, deployment, scaler, budget = documents = list(yaml.safe_load_all(done.stdout))
     for document in documents:
         schema.validate(document, schema.latest_version(), strict=True)
         assert document["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"] == "serve-my-gpt"
@@ -262,8 +262,20 @@ def test_a_server_on_kubernetes_is_found_probed_drained_and_grown(device: str) -
         == deployment["spec"]["selector"]["matchLabels"]
     )
     [container] = pod["spec"]["containers"]
-    assert container["args"] == ["serve", "My_GPT=/models/x", "--device", device, "--host", "0.0.0.0"]
-    assert ("limits" in container["resources"]) == (device == "cuda")
+    # Annotations give Prometheus no key: with keys set it is answered all the same.
+    assert container["args"] == [*words[4:], "--host", "0.0.0.0", "--open-metrics"]
+    assert pod["metadata"]["annotations"]["prometheus.io/scrape"] == "true"
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+    assert ("nvidia.com/gpu" in limits) == (device == "cuda")
+    assert int(limits["memory"].removesuffix("Gi")) >= int(requests["memory"].removesuffix("Gi"))
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] and pod["spec"]["securityContext"]["runAsUser"] > 0
+    assert budget["kind"] == "PodDisruptionBudget" and budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+    metrics = [metric["type"] for metric in scaler["spec"]["metrics"]]
+    assert metrics == (
+        ["Pods"] if device == "cuda" else ["Resource"]
+    )  # a GPU's pod leaves its processor idle
+    assert "ReadOnlyMany or ReadWriteMany" in done.stdout
     probed = {container[kind]["httpGet"]["path"] for kind in ("readinessProbe", "livenessProbe")}
     assert probed == {"/ready", "/health"} and pod["spec"]["terminationGracePeriodSeconds"] > 60
     done = CliRunner().invoke(main, words)  # would answer nobody but itself

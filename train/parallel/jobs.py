@@ -83,11 +83,15 @@ def job_file(kind: str, job: Job, image: str) -> str:
     return from_template(TEMPLATES / file, facts)
 
 
-def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool) -> str:
-    """What runs `throughline serve` on Kubernetes: Deployment, Service, autoscaler, probes."""
+def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool, tls: bool) -> str:
+    """What runs `throughline serve` on Kubernetes: Service, Deployment, autoscaler, disruption budget. Prometheus gets
+    the metrics without a key: the annotations by which it finds a pod cannot hold one.
+    """
     job = Job(arguments, 1, 1, f"serve-{name}", None, "", gpus=gpu)
-    facts = vars(job) | {"image": json.dumps(image), "arguments": json.dumps(list(arguments))}
-    return from_template(TEMPLATES / "serve.yaml", facts | {"grace": DRAIN_SECONDS})
+    words = [*arguments, *([] if "--open-metrics" in arguments else ["--open-metrics"])]
+    facts = vars(job) | {"image": json.dumps(image), "arguments": json.dumps(words)}
+    facts |= {"grace": DRAIN_SECONDS, "scheme": "HTTPS" if tls else "HTTP"}
+    return from_template(TEMPLATES / "serve.yaml", facts)
 
 
 def array_file(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
