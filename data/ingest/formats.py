@@ -42,6 +42,9 @@ def _guarded(
 ) -> Iterator[bytes]:
     told = file.tell()
     fix = "copy or download the file again"
+    if compression and not os.fstat(file.fileno()).st_size:
+        why = "it is empty; compressed text of no bytes has some itself"
+        raise Failed("a compressed file is cut short", where=path, why=why, fix=fix)
     try:
         for block in _decompressed(file, compression):
             on_bytes(file.tell() - told)
@@ -62,7 +65,7 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
         yield from _unzstd(file)
         return
     opened: Any = file
-    if compression and os.fstat(file.fileno()).st_size:  # an empty file is no damaged one
+    if compression:
         opened = gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
     yield from iter(lambda: opened.read(BLOCK_BYTES), b"")
 

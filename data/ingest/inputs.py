@@ -76,11 +76,35 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
             raise WrongUse("no such input", where=name, fix=fix)
     if not sources:
         raise WrongUse("no file in the input", where=", ".join(inputs), fix="check the pattern")
-    paths = [source.place for source in sources]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise WrongUse("an input is named twice", where=twice, fix="name every file once")
+    first: dict[object, str] = {}
+    for source in sources:
+        content = _content(source)
+        if content in first:
+            why = f"it is the same file as {first[content]}" if first[content] != source.place else ""
+            raise WrongUse("an input is named twice", where=source.place, why=why, fix="name every file once")
+        first[content] = source.place
     return sources
+
+
+def _content(source: Source) -> object:
+    """What two names of one content have in common: the inode, which links share, or the name of a dataset."""
+    if source.format == "dataset":
+        return source.place
+    facts = os.stat(source.path)
+    return (facts.st_dev, facts.st_ino) if facts.st_ino else os.path.realpath(source.path)
+
+
+def _each_content_once(directory: str, sources: list[Source]) -> list[Source]:
+    """The files of a directory, of several links to one content the first that is no symbolic link."""
+    by_content: dict[object, list[Source]] = {}
+    for source in sources:
+        by_content.setdefault(_content(source), []).append(source)
+    kept = {min(same, key=lambda one: os.path.islink(one.path)) for same in by_content.values()}
+    links = [source for source in sources if source not in kept]
+    if links:
+        what = f"{len(links)} files are links to others of them and were left out"
+        warn(f"{directory}: {what}, {links[0].path} the first")
+    return [source for source in sources if source in kept]
 
 
 def suffix_of(path: str) -> tuple[str, str]:
@@ -140,7 +164,7 @@ def _directory(path: str) -> list[Source]:
         suffixes = ", ".join([*FORMATS, *(f"…{suffix}" for suffix in COMPRESSIONS)])
         why, fix = f"looked for {suffixes}", "name the files themselves"
         raise WrongUse("a directory without text files", where=path, why=why, fix=fix)
-    return sorted(found, key=lambda source: source.path)
+    return _each_content_once(path, sorted(found, key=lambda source: source.path))
 
 
 def _unreadable(error: OSError) -> None:

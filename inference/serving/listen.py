@@ -13,6 +13,7 @@ import ctypes
 import errno
 import json
 import resource
+import select
 import signal
 import socket
 import ssl
@@ -39,7 +40,7 @@ HEAD_BYTES = 1 << 16  # of the head of a request; what comes in pieces counts tw
 LINE_BYTES = 512  # that each of its lines counts besides
 # of a body: what its smaller pieces lack of it is bounded, for each costs as much as a large one
 PIECE_BYTES, LACKING_BYTES = 64, 1 << 13
-PIPELINED = 16  # requests that may come before the first of them is answered
+PIPELINED = 16  # requests that may come behind one that is not answered
 CONNECTIONS, OWN_FILES = 4096, 64
 MOST_FILES = 10_240  # that macOS lets a process open, whatever its hard limit says
 LOOK_TICKS = (
@@ -49,6 +50,7 @@ BACKLOG = 1024  # connections that one turn of the loop takes up, some 50 us eac
 BODY_S = 45.0  # for its body, whoever reads it: longer than `body_s`, whose end is an answer
 UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
+KEPT_S = 1.0  # from the signal on, in which a kept connection's next request is still answered, and told to be the last
 KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle connections and not we
 
 
@@ -101,6 +103,9 @@ class DeadlineProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None  # for the head of a request, then for its body
     _unread: asyncio.TimerHandle | None = None  # for the client to read what fills the buffers
     _head_bytes, _in_head, _lacking = 0, False, 0
+    _unanswered = 0  # requests whose head has come
+    _refusal: str | None = None  # of a broken request, until those before it are answered
+    _too_many = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -123,7 +128,8 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._deadline is None:
             self._wait_for_head()
-        if len(self.pipeline) > PIPELINED:
+        if len(self.pipeline) >= PIPELINED:
+            self._too_many = True
             raise ValueError  # the parser's own error, a 400
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -135,6 +141,7 @@ class DeadlineProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._expect(BODY_S)
         self._in_head, self._lacking = False, 0
+        self._unanswered += 1
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -149,9 +156,20 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered -= 1
         super().on_response_complete()
-        if not self.transport.is_closing():
-            self.owing[self] = None
+        if self.transport.is_closing():
+            return
+        if self._refusal is not None and not self._unanswered:
+            self._refuse(self._refusal)
+            return
+        self.owing[self] = None
+
+    def shutdown(self) -> None:
+        if not (
+            self._answered and self._has_unread()
+        ):  # else a request has come, which is answered as the last one
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(None)
@@ -168,10 +186,37 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is broken, in its turn: those before it are answered first."""
+        if self._refusal is not None:
+            return
+        if self._too_many:
+            msg = f"more than {PIPELINED} requests were sent behind one that is not answered"
+        cycle = self.cycle
+        in_body = cycle is not None and cycle.more_body and not cycle.response_complete
+        if self._unanswered > in_body:
+            if in_body and self.pipeline:  # it waits behind the others
+                self.pipeline.popleft()
+                self._unanswered -= 1
+            self._refusal = msg
+            self.flow.pause_reading()
+        elif (
+            in_body and cycle.response_started
+        ):  # an error in the middle of its answer would be taken for a part of it
+            self.transport.close()
+        else:
+            self._refuse(msg)
+
+    def _refuse(self, msg: str) -> None:
         body = json.dumps(error_body(400, msg)).encode()
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.transport.close()
+
+    def _has_unread(self) -> bool:
+        """Whether the kernel holds something that was not read yet."""
+        looking = select.poll()
+        looking.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(looking.poll(0))
 
     @property
     def _answered(self) -> bool:
@@ -290,7 +335,7 @@ class DrainingServer(uvicorn.Server):
             self._close()
         else:
             seconds = self._server.limits.drain_s
-            asyncio.get_running_loop().call_later(seconds, self._close)
+            asyncio.get_running_loop().call_later(seconds, self._close, seconds)
             say(f"draining: the port closes in {seconds:g} s, accepted requests are answered")
 
     async def on_tick(self, counter: int) -> bool:
@@ -304,11 +349,13 @@ class DrainingServer(uvicorn.Server):
             if await asyncio.to_thread(files.changed):
                 files.reload()
 
-    def _close(self) -> None:
+    def _close(self, drained_s: float = 0.0) -> None:
+        """Make no new connection, and close the kept ones when they had time for a last request."""
         if not self._closing:
             self._closing = True
             refuse_new(self._listener)
-            asyncio.get_running_loop().call_later(TAKE_UP_S, setattr, self, "should_exit", True)
+            rest_s = KEPT_S - drained_s if self.server_state.connections else 0.0
+            asyncio.get_running_loop().call_later(max(TAKE_UP_S, rest_s), setattr, self, "should_exit", True)
             say("the port closes; accepted requests are answered")
 
 

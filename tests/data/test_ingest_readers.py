@@ -153,8 +153,10 @@ def test_every_compression_reads_the_same(tmp_path: Path, pack, mode: str) -> No
 
 
 def test_empty_files_are_no_damaged_ones(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.jsonl", "c.txt.gz", "d.txt.bz2", "e.jsonl.zst"):
-        (tmp_path / name).touch()
+    """Nor is a compressed file of no text, which has some bytes itself."""
+    packed = {"c.txt.gz": gzip.compress, "d.txt.bz2": bz2.compress, "e.jsonl.zst": zstandard.compress}
+    for name, pack in {"a.txt": bytes, "b.jsonl": bytes, **packed}.items():
+        (tmp_path / name).write_bytes(pack(b""))
         assert documents(tmp_path / name, [], ReadOptions())[0] == []
 
 
@@ -391,3 +393,33 @@ def test_lines_of_a_long_document_join_where_it_is_cut_too(tmp_path: Path, mode:
         cut, cut_counts = documents(tmp_path / "t.txt", [], ReadOptions(mode, unwrap=True, piece_bytes=size))
         assert cut == whole == [" ".join(lines)] and cut_counts["long"] == 1
         assert cut_counts["unwrapped"] == counts["unwrapped"] == 59
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_a_compressed_file_of_no_bytes_is_cut_short(suffix: str, tmp_path: Path) -> None:
+    """Text of no bytes, compressed, has some: 0 bytes are what a download leaves that failed at once."""
+    file = tmp_path / f"docs.jsonl{suffix}"
+    file.touch()
+    with (
+        pytest.raises(Failed, match="cut short") as refused,
+        formats.open_blocks(str(file), suffix[1:], 0, lambda count: None) as blocks,
+    ):
+        list(blocks)
+    assert refused.value.where == str(file)
+
+
+def test_a_file_and_links_to_it_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever their names and order; the links are named. Two inputs that are one content are refused."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "m.txt").write_text("the text")
+    (corpus / "other.txt").write_text("the text")  # the same words, another file
+    (corpus / "a.txt").symlink_to("m.txt")
+    os.link(corpus / "m.txt", corpus / "z.txt")
+    (tmp_path / "link.txt").symlink_to(corpus / "m.txt")
+    names = [Path(source.path).name for source in expand_inputs([str(corpus)])]
+    assert names == ["m.txt", "other.txt"]
+    assert "2 files are links to others of them and were left out" in capsys.readouterr().err
+    with pytest.raises(WrongUse, match="named twice") as refused:
+        expand_inputs([str(corpus), str(tmp_path / "link.txt")])
+    assert refused.value.why == f"it is the same file as {corpus / 'm.txt'}"

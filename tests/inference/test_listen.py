@@ -109,6 +109,33 @@ def test_sighup_reads_keys_again_and_drops_no_connection(tmp_path: Path) -> None
     asyncio.run(main())
 
 
+def test_a_request_that_has_come_when_the_server_shuts_down_is_answered_as_the_last_one() -> None:
+    """It lies unread in the kernel when idle connections are closed; one without a request is closed."""
+    server = Server(Catalogue([]), ServerLimits(drain_s=0.0), Telemetry())
+    config = uvicorn.Config(build_app(server), http=listen.Reading, lifespan="on", ws="none", log_config=None)
+    listener = listen.bind("127.0.0.1", 0)
+
+    async def main() -> None:
+        serving = listen.DrainingServer(config, server, listener)
+        task = asyncio.create_task(serving.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        idle, _ = await asyncio.open_connection(*listener.getsockname())
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(head)
+        assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200")
+        server.draining.set()
+        writer.write(head)  # sent at once; the loop reads it in its next turn
+        for connection in list(serving.server_state.connections):
+            connection.shutdown()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
+        assert await idle.read() == b""
+        serving.should_exit = True
+        await task
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("hard", "connections"), [(resource.RLIM_INFINITY, 4096), (1 << 40, 4096)])
 def test_a_system_that_refuses_its_own_hard_limit_gets_a_lower_one(
     hard: int, connections: int, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,52 @@ def test_few_requests_at_once_are_answered_in_turn(address: tuple[str, int]) -> 
         assert all_of(connection).count(b"HTTP/1.1 200") == listen.PIPELINED + 1
 
 
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 40, "more than 16 requests"),
+        (b"nonsense\r\n\r\n", "Invalid HTTP"),
+        (b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * (listen.HEAD_BYTES + 1), "head of the request"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000, "Invalid HTTP"),
+    ],
+    ids=["too many", "nonsense", "long head", "pieces"],
+)
+def test_a_broken_request_is_refused_behind_the_answers_to_those_before_it(
+    in_thread, sent: bytes, said: str
+) -> None:
+    """The first answer streams meanwhile: no byte of the refusal gets into it, none is lost."""
+    go_on = threading.Event()
+
+    async def app(scope, receive, send) -> None:
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await receive()
+            return
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"6")]}
+        await send(start)
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        while not go_on.is_set():
+            await asyncio.sleep(0.005)
+        await send({"type": "http.response.body", "body": b"two"})
+
+    with in_thread.on_a_port(app) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        told = connection.recv(65536)
+        while b"one" not in told:
+            told += connection.recv(65536)
+        connection.sendall(sent)
+        time.sleep(0.05)  # what would be written now came into the answer
+        go_on.set()
+        with suppress(ConnectionResetError):  # for what was not read
+            told += all_of(connection)
+    *answers, refusal = told.split(b"HTTP/1.1 ")[1:]
+    assert all(answer.startswith(b"200") and answer.endswith(b"\r\n\r\nonetwo") for answer in answers)
+    assert len(answers) == (listen.PIPELINED + 1 if said.startswith("more") else 1)
+    assert (
+        refusal.startswith(b"400")
+        and said in json.loads(refusal.partition(b"\r\n\r\n")[2])["error"]["message"]
+    )
+
+
 @pytest.mark.parametrize(("most", "connections"), [(1024, 960), (10_000, 4096), (-1, 4096)])
 def test_connections_leave_files_for_all_else(
     most: int, connections: int, monkeypatch: pytest.MonkeyPatch
