@@ -102,7 +102,7 @@ def numbers(text: str) -> tuple[int, ...]:
     "--lengths", numbers, "Lengths in tokens that an engine is built for, separated by commas.", "128,512"
 )
 @option("--timing-cache", PATH, "File of TensorRT's kernel timings, read and written.")
-@option("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`.")
+@option("--tasks", None, "Tasks whose scores may not fall, as `throughline eval` takes them.")
 @option("--limit", click.IntRange(1), "Maximum number of records per task (default: all).")
 @option("--bench/--no-bench", None, "Measure latency.", True)
 @option("--device", None, "Device of comparison and latency table: cpu, cuda or cuda:N.", "cpu")

@@ -146,7 +146,7 @@ def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> 
 
     given = _given(arguments)
     if emit != "kubernetes":
-        fix = "on this machine: throughline serve ...; on Kubernetes: --emit kubernetes"
+        fix = f"on this machine: throughline {shlex.join(arguments)}\non Kubernetes: --emit kubernetes"
         raise WrongUse("a server is one process, which launch does not start", where="serve", fix=fix)
     if given["host"] != "0.0.0.0" or given["port"] != 8000:  # noqa: S104 - inside a pod
         fix = "add --host 0.0.0.0 and leave --port out"
@@ -162,7 +162,8 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
 
     given = tokenize.make_context("tokenize", list(arguments[2:]), click.get_current_context()).params
     if emit != "slurm":
-        fix = "--emit slurm for several machines; on this one: throughline data tokenize ... --workers N"
+        words = shlex.join(arguments)
+        fix = f"for several machines: --emit slurm\non this one: throughline {words} --workers {processes}"
         raise WrongUse(f"data tokenize has no {emit or 'launcher'}: it starts its processes itself", fix=fix)
     if given["task_index"] is not None or given["workers"] is not None or given["executor"] != "local":
         fix = "leave out --task-index, --task-count, --workers, --executor; --nproc and --per-machine decide"

@@ -39,7 +39,7 @@ VERBS = {
 ELSEWHERE = {
     "throughline serve RUN, and then its page at http://127.0.0.1:8000/": "chat ui web webui api gradio server",
     "throughline generate RUN --prompt TEXT": "complete completion infer inference predict run sample ask prompt",
-    "throughline export RUN --to onnx (or huggingface, gguf, tensorrt)": "convert quantize onnx gguf save deploy",
+    "throughline export RUN --to onnx --out DIR (or --to huggingface, gguf)": "convert quantize onnx gguf save",
     "the same `throughline train` command continues a run that was stopped": "resume continue restart",
     "throughline train RECIPE": "pretrain fit pretraining",
     "throughline finetune RECIPE --init-from MODEL": "sft tune instruct lora dpo fine-tune",
@@ -51,7 +51,7 @@ ELSEWHERE = {
     "throughline recipe new --model MODEL --data TOKENS --machine cpu --out my.toml": "init config create",
     "throughline embed MODEL FILE": "embeddings vectors embedding",
     "throughline report RUN": "plot dashboard tensorboard curves logs",
-    "throughline bench load or latency": "benchmark perf profile",
+    "throughline bench latency MODEL": "benchmark perf profile",
     "hf download NAME --local-dir DIRECTORY, and then that directory": "download pull get fetch login",
     "throughline --help": "help man usage commands",
 }

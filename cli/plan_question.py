@@ -232,7 +232,7 @@ def fitting(search: Search) -> Found:
         needed += f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
     chip, why = found.search.cluster.chip.name, f"the layout that needs least needs {needed}"
     what = f"nothing fits on {found.search.world} x {chip}"
-    fix = "throughline plan recommend names the fewest chips that fit"
+    fix = f"throughline plan recommend MODEL --on {found.search.cluster.chip.key}: the fewest chips that fit"
     raise Failed(what, where=nearest.describe(), why=why, fix=fix)
 
 

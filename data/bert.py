@@ -251,7 +251,8 @@ class BERTPairs:
         if options.nsp != "none" and store.sequences <= store.documents:
             what = f'nsp = "{options.nsp}" needs sentences, this store has none'
             why = f"{store.sequences:,} sequences in {store.documents:,} documents: one each"
-            fix = "throughline data tokenize --sentences ..., or --set objective.sentences=none"
+            fix = "throughline data tokenize TEXT --tokenizer TOKENIZER --sentences --out TOKENS,\n"
+            fix += "or train without pairs: --set objective.sentences=none"
             raise WrongUse(what, why=why, fix=fix)
         self.store, self.options, self.mask = store, options, Masker(options)
         identity = {"what": "bert rows", "store": store.content_identity(), "length": options.sequence_length}

@@ -92,7 +92,7 @@ class TokenStore:
             why = "" if path.exists() else "it does not exist"
             why = "there is no .idx file in it" if path.is_dir() else why
             fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx);"
-            fix += "\na recipe that trains on plain text sets data.tokenizer too"
+            fix += "\nplain text is trained on by: throughline train TEXT"
             fix = fix if path.exists() else beside(path, fix)
             raise WrongUse("no token store here", where=str(path), why=why, fix=fix)
         shards = [Shard(prefix) for prefix in prefixes]

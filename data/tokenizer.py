@@ -80,7 +80,7 @@ class Tokenizer:
         path = Path(path)
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
-            fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer"
+            fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer TEXT --out DIRECTORY"
             if any((path / name).is_file() for name in ("vocab.json", "encoder.json", "vocab.txt")):
                 fix = f"make one of its vocabulary: throughline data tokenizer {path} --type import --out NEW"
             if (path / "tokenizer.model").is_file():

@@ -281,7 +281,7 @@ def wrong_world(
 ) -> WrongUse:
     """The error of a world of processes that is not the layout's, with the nearest legal layouts."""
     near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows, allowed)
-    launch = f"throughline launch --nproc {layout.world} -- ..."
+    launch = f"throughline launch --nproc {layout.world} -- train RECIPE"
     fix = f"{launch}; no layout of this recipe fits {world}"
     if near:
         others = [f"{found.product()}: {set_options(layout, found)}" for found in near]

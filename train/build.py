@@ -173,7 +173,8 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
         fix = "put its tokenizer.json beside them"
         raise WrongUse("a BERT needs the tokenizer of its tokens", where=where, fix=fix)
     if missing := [name for name in ("cls", "sep", "mask") if getattr(tokenizer, f"{name}_id") is None]:
-        fix = "throughline data tokenizer --type wordpiece, then data tokenize --sentences"
+        fix = "throughline data tokenizer TEXT --type wordpiece --out tok\n"
+        fix += "throughline data tokenize TEXT --tokenizer tok --sentences --out tokens"
         tokens = ", ".join(f"[{name.upper()}]" for name in missing)
         why = f"it has no {tokens}: it is of type {tokenizer.type}"
         raise WrongUse("a BERT cannot be trained with this tokenizer", where=where, why=why, fix=fix)

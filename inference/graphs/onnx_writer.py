@@ -164,7 +164,7 @@ class Graph:
         """x rounded to the 255 numbers that int8 has within the calibrated range."""
         if name not in self.options.ranges:
             why = "it was made from another model"
-            fix = "calibrate again: throughline export MODEL --to calibration --text FILE"
+            fix = "calibrate again: throughline export MODEL --to calibration --text FILE --out DIR"
             raise Refused("the calibration does not know this layer", where=name, why=why, fix=fix)
         kind = np.float16 if self.half else np.float32
         scale = np.array(max(self.options.ranges[name] / INT8_MAX, 1e-6), kind)

@@ -76,10 +76,11 @@ def _passes(recipe: Recipe, tokens: float) -> float:
 def _check_shape(text: str, user: Recipe) -> None:
     if user.model.init_from:
         what, where = "a recipe is picked for new weights alone", "--init-from"
-        option = f"--from {shlex.quote(user.model.init_from)}"
+        weights = shlex.quote(user.model.init_from)
+        new = f"throughline recipe new --from {weights} --data tokens --machine cpu --out my.toml"
     elif user.model.preset:
         what, where = "a bare text picks its own shape", "model.preset"
-        option = f"--model {user.model.preset}"
+        new = f"throughline recipe new --model {user.model.preset} --data tokens --machine cpu --out my.toml"
     else:
         return
     encoder = model_family(user) == "bert"
@@ -87,7 +88,7 @@ def _check_shape(text: str, user: Recipe) -> None:
     tokenizer = user.model.init_from or "tok"
     steps = [
         f"throughline data tokenize {shlex.quote(text)} --tokenizer {shlex.quote(tokenizer)}{pieces} --out tokens",
-        f"throughline recipe new {option} --data tokens --machine cpu --out my.toml",
+        new,
         "throughline train my.toml",
     ]
     if not user.model.init_from:
