@@ -108,9 +108,8 @@ class ChatTemplate:
         text = self._guarded.sub(lambda found: found[0][0] + BREAK + found[0][1:], text.replace(BREAK, ""))
         if not self._has_spellings:
             return text
-        while spans := self._tokenizer.special_spans(text):
-            for start, _ in reversed(spans):
-                text = text[: start + 1] + BREAK + text[start + 1 :]
+        for start, _ in reversed(self._tokenizer.special_spans(text)):
+            text = text[: start + 1] + BREAK + text[start + 1 :]
         return text
 
     def _message(self, turn: Turn) -> dict[str, Any]:

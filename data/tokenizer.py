@@ -213,12 +213,20 @@ class Tokenizer:
 
     def parse(self, text: str) -> list[int]:
         """Ids of a text in which special tokens count, except those that hold a `BREAK`; nothing is added."""
-        library = self._parsing
+        if BREAK in text:
+            return self._parse_marked(text)
         if len(text) > LONG_TEXT:  # the library frees Python's lock for a batch
-            encoding = library.encode_batch_fast([text], add_special_tokens=False)[0]
-        else:
-            encoding = library.encode(text, add_special_tokens=False)
-        return [i for i in encoding.ids if i != self._break_id] if BREAK in text else encoding.ids
+            return self._parsing.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._parsing.encode(text, add_special_tokens=False).ids
+
+    def _parse_marked(self, text: str) -> list[int]:
+        """The same for a text with a `BREAK`: special tokens without one become their aliases, all else characters."""
+        library, aliases, ids = self._aliased
+        parts = re.split("(" + "|".join(map(re.escape, aliases)) + ")", text)
+        # no text may spell an alias
+        joined = "".join(aliases.get(part) or re.sub(f"[{BREAK}]", "", part) for part in parts)
+        encoding = library.encode_batch_fast([joined], add_special_tokens=False)[0]
+        return [ids.get(i, i) for i in encoding.ids]
 
     def framed(self, ids: list[int]) -> list[int]:
         """The ids of a text with those that the post-processor adds, unless the text brings them itself."""
@@ -231,19 +239,29 @@ class Tokenizer:
 
     @cached_property
     def _parsing(self) -> Any:
-        """The library's tokenizer that makes special tokens out of their text. It knows `BREAK`, which it
-        drops.
-        """
+        """The library's tokenizer that makes special tokens out of their text."""
+        library = _library(self._text.decode())
+        library.add_special_tokens(self._role_tokens)
+        return library
+
+    @cached_property
+    def _aliased(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+        """A tokenizer in which each special token has an alias, the alias of each text, the id of each alias's id."""
         import tokenizers
 
         library = _library(self._text.decode())
         library.add_special_tokens(self._role_tokens)
-        library.add_tokens([tokenizers.AddedToken(BREAK, normalized=False)])
-        return library
-
-    @cached_property
-    def _break_id(self) -> int:
-        return int(self._parsing.token_to_id(BREAK))
+        library.encode_special_tokens = True
+        special = [token for _, token in sorted(self.added_tokens.items()) if token.special]
+        special.sort(key=lambda token: -len(token.content))  # of two that begin alike the longer one counts
+        aliases, ids = dict[str, str](), dict[int, int]()
+        for number, token in enumerate(special):
+            alias = f"{BREAK}{chr(0xE000 + number)}{BREAK}"
+            strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+            library.add_tokens([tokenizers.AddedToken(alias, normalized=False, **strips)])
+            aliases[token.content] = alias
+            ids[library.token_to_id(alias)] = library.token_to_id(token.content)
+        return library, aliases, ids
 
     def special_spans(self, text: str) -> list[tuple[int, int]]:
         """Where `encode_prompt` finds special tokens in a text: (first, last + 1) characters of each."""
