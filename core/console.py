@@ -195,7 +195,7 @@ def dropped_lines() -> int:
 
 def fail(error: BaseException) -> None:
     """The error that ends a command."""
-    log("error", str(error))
+    log("error", f"error: {error}" if _settings["log_format"] == "json" else str(error))
 
 
 def result(payload: dict[str, Any], lines: Iterable[str] = ()) -> None:

@@ -56,8 +56,14 @@ def train(
     parallel = plan.recipe.parallel
     with (
         Ranks.start(parallel.layout(), plan.device, parallel.timeout_seconds) as ranks,
-        RunWorkspace(run_dir, ranks.token, ranks.leads) as workspace,
+        ExitStack() as entered,
     ):
+        workspace = RunWorkspace(run_dir, ranks.token, ranks.leads)
+
+        def lock() -> None:
+            entered.enter_context(workspace)
+
+        ranks.first_decides(lock)  # a directory in use ends all processes with the one message of the first
         before = ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
         world = ranks.mesh.world
         shares = ranks.gathered(verified_share(workspace.path / "checkpoints", world.rank, world.size))

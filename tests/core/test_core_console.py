@@ -197,5 +197,5 @@ def test_stderr_is_json_lines_throughout(monkeypatch: pytest.MonkeyPatch, tmp_pa
         {"level": "warning", "status": 500, "path": "/ready"},
         {"level": "info", "message": "two lines"},
         {"level": "info", "message": "of a library"},
-        {"level": "error", "message": str(WrongUse("wrong", where="here", fix="mend it"))},
+        {"level": "error", "message": "error: wrong\n  where: here\n  fix:   mend it"},
     ]

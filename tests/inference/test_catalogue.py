@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from throughline.core.artifact import create_artifact
-from throughline.core.errors import Failed, WrongUse
+from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.inference.serving import catalogue, worker
 from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.calls import Server
@@ -184,6 +184,38 @@ def test_a_path_outside_the_directory_of_models_is_not_loaded(path: str, tmp_pat
     models = Catalogue([], directory=tmp_path / "shelf")
     with pytest.raises(WrongUse, match=r"models are not loaded from there|no such model"):
         asyncio.run(models.load("gpt", path))
+
+
+def test_another_content_of_a_path_is_another_version(tmp_path: Path) -> None:
+    """Of every kind of path: a file in place and renamed over, a link, a directory, a run."""
+    file, link, directory, run = (tmp_path / name for name in ("a.gguf", "link", "directory", "run"))
+    file.write_text("one")
+    link.symlink_to(file)
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    sources = [Source("name", path) for path in (file, link, directory)]
+    versions = [source.version() for source in sources]
+    assert [source.version() for source in sources] == versions
+    assert [version.place for version in versions] == [file, file, directory]
+    (tmp_path / "next").write_text("two")
+    os.replace(tmp_path / "next", file)
+    (directory / "model.safetensors").write_text("weights")
+    changed = [source.version() for source in sources]
+    assert all(old != new for old, new in zip(versions, changed, strict=True))
+    other = tmp_path / "b.gguf"
+    shutil.copy2(file, other)
+    link.unlink()
+    link.symlink_to(other)
+    assert sources[1].version() != changed[1] and sources[1].version().place == other
+    (run / "checkpoints").mkdir(parents=True)
+    training = Source("name", run)
+    assert training.version() is None
+    write_checkpoint(run, "step-00000001")
+    (run / "checkpoints" / "latest").write_text("step-00000001\n")
+    assert training.version().place == run / "checkpoints" / "step-00000001"
+    (run / "checkpoints" / "latest").write_text("step-00000009")
+    with pytest.raises(Refused, match="is not there"):
+        training.version()
 
 
 # --- models that cannot be read or opened; they are stand-ins of no processes ---

@@ -93,6 +93,8 @@ def test_serve_says_what_is_wrong_before_it_loads(tmp_path: Path) -> None:
         ((model, "--tls-cert", cert, "--tls-key", absent), "--tls-key", f"{absent}' does not exist"),
         ((model, "--tls-cert", cert, "--tls-key", cert), f"where: {cert}", "TLS cannot begin", "PEM"),
         ((model, "--api-key-file", absent), "keys cannot be read", "No such file", "one key a line"),
+        ((model, "--api-key-file", cert), f"where: {cert}:1", "word 2 of the line is no NAME=VALUE"),
+        ((model, "--follow"), "no such option: --follow", "give --watch"),
     ):
         code, text = run("serve", *arguments, "--port", 0)
         assert code == 2 and "loading" not in text, text

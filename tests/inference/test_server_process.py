@@ -100,7 +100,7 @@ def test_a_server_whose_watcher_has_gone_serves_on_and_drains(gpt_onnx: Path) ->
         line = ""
         while "serving" not in line:
             line = process.stderr.readline()
-        base = line.split(" at ")[1].strip()
+        base = json.loads(line)["message"].split(" at ")[1]
         process.stderr.close()
         assert call(base, "v1/completions", LONG)[0] == 200
         process.send_signal(signal.SIGTERM)

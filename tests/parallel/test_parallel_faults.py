@@ -83,6 +83,9 @@ def test_no_process_outlives_the_launcher_and_the_next_launch_goes_on(store: Pat
         assert second.process.wait(300) == 2, "a second launch on a live run"
         assert "another process is working in this directory" in second.errors()
         assert f"process {run.workers()[0]} holds its lock" in second.errors()
+        assert "frame #" not in second.errors(), (
+            "the other processes end without torch's words about the first"
+        )
         run.wait_for_progress(run.latest())
         run.stop()
 

@@ -201,6 +201,26 @@ def test_a_save_that_fails_never_becomes_latest(
     assert find_resumable(tmp_path) == tmp_path / "step-00000002"
 
 
+def test_what_a_kill_left_of_a_save_is_removed(trainer: Trainer, tmp_path: Path) -> None:
+    """A part of a checkpoint, and the pointer that was being written; a file of another name stays."""
+    save_steps(tmp_path, trainer, 1)
+    (tmp_path / ".step-00000002.abcd-00000.tmp").mkdir()
+    (tmp_path / ".latest.1a2b3c4d.tmp").write_text("step-0000")
+    (tmp_path / ".notes.tmp").write_text("mine")
+    assert find_resumable(tmp_path) == tmp_path / "step-00000001"
+    assert names(tmp_path) == [".notes.tmp", "latest", "step-00000001"]
+
+
+def test_a_pointer_that_holds_no_name_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    pointer = tmp_path / "checkpoints" / "latest"
+    pointer.parent.mkdir()
+    for content in (b"\xff\xfe", b" \n"):
+        pointer.write_bytes(content)
+        with pytest.raises(Refused, match="latest checkpoint cannot be read") as refused:
+            locate(tmp_path)
+        assert refused.value.where == str(pointer) and f"> {pointer}" in refused.value.fix
+
+
 @pytest.mark.parametrize("damage", [flip, halve, Path.unlink])
 @pytest.mark.parametrize(
     "file", ["weights-00000.safetensors", "optimizer-00000.safetensors", "state.json", "tensors.json"]
