@@ -18,6 +18,8 @@ from ..core.backend import AUTO, BackendOptions
 from ..core.errors import WrongUse, extra
 from ..data.records import find_files, read_records
 from ..inference.serving.offline import embed_each, embed_texts, open_reader
+from ..models.config import SINGLE_LABEL
+from ..train.finetune.labels import inspect_labels
 from .beir import (
     NDCG_AT,
     RECALL_AT,
@@ -149,10 +151,12 @@ def of_embeddings(path: Any, folder: Path, options: BackendOptions) -> dict[str,
         return {"spearman": float(ranked.statistic), "n": len(test)}
     several = len({str(row.get("label")) for row in train}) > 1 and all("label" in row for row in rows)
     if several and have(train, "text") and have(test, "text"):
-        names = {name: number for number, name in enumerate(sorted({str(row["label"]) for row in train}))}
+        labels = inspect_labels([row["label"] for row in rows], SINGLE_LABEL)
+        classes = [str(labels.value(row["label"])) for row in rows]  # 1, 1.0 and "1" are one
+        numbers_of = {name: number for number, name in enumerate(sorted(set(classes[: len(train)])))}
         vectors = embed_texts(path, [row["text"] for row in rows], options, truncate=True)
-        labels = np.array([names.get(str(row["label"]), -1) for row in rows])
-        return {"accuracy": classified(vectors, labels, len(train)), "n": len(test)}
+        numbered = np.array([numbers_of.get(name, -1) for name in classes])
+        return {"accuracy": classified(vectors, numbered, len(train)), "n": len(test)}
     fix = "give test.jsonl of sentence1, sentence2, scores that differ, or train.jsonl and test.jsonl of text, labels"
     raise WrongUse("no folder in MTEB's form", where=folder, fix=fix)
 

@@ -48,6 +48,9 @@ def test_a_folder_is_scored_by_its_form(bert_dir: Path, tmp_path: Path) -> None:
     assert score("pairs", test=rows)["spearman"] == pytest.approx(1)
     labelled = [{"text": text, "label": text.split()[-1]} for text in texts]
     assert score("labels", train=labelled, test=labelled)["accuracy"] > 0.5
+    numbers = {"cat": (1, "1.0"), "moon": (2.0, "2"), "sees": (3, 3.0), "dog": ("4", 4)}  # one class each
+    known, asked = ([row | {"label": numbers[row["label"]][side]} for row in labelled] for side in (0, 1))
+    assert score("numbers", train=known, test=asked) == score("again", train=labelled, test=labelled)
     assert "no folder in MTEB's form" in score("neither", test=labelled)["error"]
     for number, wrong in enumerate(({"score": "high"}, {"score": None}, {"sentence1": 5})):
         told = score(f"wrong{number}", test=[rows[0], rows[1] | wrong, rows[2]])["error"]

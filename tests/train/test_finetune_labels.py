@@ -13,7 +13,7 @@ from throughline.data.tokenizer import Tokenizer
 from throughline.models.bert import BERTWithHead
 from throughline.models.config import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from throughline.models.huggingface import load_huggingface, to_huggingface
-from throughline.train.finetune.labels import inspect_labels, inspect_tags, label_notes
+from throughline.train.finetune.labels import check_common, inspect_labels, inspect_tags, label_notes
 from throughline.train.finetune.recipe import FinetuneRecipe
 from throughline.train.finetune.records import class_names
 from throughline.train.finetune.tasks import Classification, TokenClassification
@@ -165,6 +165,16 @@ def test_what_a_user_should_know_of_labels_is_said() -> None:
             "--set problem_type=single_label_classification",
         )
     ]
+
+
+def test_validation_labels_that_training_has_none_of_are_refused() -> None:
+    """Such as names beside the numbers of the same classes; one that is common makes it a warning."""
+    labels = inspect_labels(["yes", "no", 1, 0])
+    with pytest.raises(WrongUse, match="no label of the validation") as error:
+        check_common(labels, ["yes", "no"], ["1", "0"])
+    assert "'yes' (1)" in error.value.why and "data.class_names" in error.value.fix
+    check_common(labels, ["yes", "no"], ["1", "no"])
+    check_common(inspect_labels([["a"], ["b"]]), [frozenset("a")], [frozenset()])
 
 
 PROBLEMS: dict[str, tuple[list[Any], int]] = {

@@ -262,6 +262,19 @@ def label_notes(
         yield True, f"{text}: {_counted(Counter(missing).elements())}"
 
 
+def check_common(labels: TextLabels, learnt: Sequence[Any], measured: Sequence[Any]) -> None:
+    """Raise WrongUse where the validation records have labels, and none of them is in a training record."""
+    if labels.problem == REGRESSION:
+        return
+    ours, theirs = (Counter(_names_of(values)) for values in (learnt, measured))
+    if theirs and ours.keys().isdisjoint(theirs):
+        why = f"they are {_counted(theirs.elements())}; those of the training records are {_counted(ours.elements())}"
+        fix = 'name both alike, or name the classes of numbers: --set \'data.class_names=["A", "B"]\''
+        raise WrongUse(
+            "no label of the validation records is in a training record", where=WHERE, why=why, fix=fix
+        )
+
+
 def _names_of(values: Iterable[Any]) -> Iterator[str]:
     for value in values:
         yield from [value] if isinstance(value, str) else value

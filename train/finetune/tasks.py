@@ -19,7 +19,7 @@ from ...models.config import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum, wide_dtype
 from ..objective import places_of
 from ..parallel.mesh import ALONE, Axis
-from .labels import Tags, TextLabels, inspect_labels, inspect_tags, label_notes
+from .labels import Tags, TextLabels, check_common, inspect_labels, inspect_tags, label_notes
 from .records import (
     OF_CLASSES,
     Record,
@@ -49,6 +49,7 @@ class Classification(Task):
         self.kind = inspect_labels(found, self.recipe.problem_type, data.class_names or self.class_names)
         self.head = Head("sequence-classification", self.kind.names, self.kind.problem)
         values = [self.kind.value(label) for label in found]
+        check_common(self.kind, values[: len(learnt)], values[len(learnt) :])
         self.notes += label_notes(self.kind, values[: len(learnt)], values[len(learnt) :])
         return learnt
 
@@ -178,9 +179,9 @@ class QuestionAnswering(Task):
         self.notes += located.notes()
         self.has_unanswerable = bool(located.unanswerable)
         if not kept:
-            raise WrongUse(
-                "no question has its answer in its context", where="data.train", fix="see `answer_start`"
-            )
+            why = "; ".join(text for _, text in located.notes())
+            fix = 'give every answer as the context spells it, and its first character as "answer_start"'
+            raise WrongUse("no question has its answer in its context", where="data.train", why=why, fix=fix)
         return kept
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
