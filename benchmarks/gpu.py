@@ -176,7 +176,18 @@ def nanogpt_claim(checkout: Path, device: torch.device, pairs: int) -> Claim:
         place = Path(scratch)
         text = SAMPLES / "tinyshakespeare" / "input.txt"
         throughline("data", "tokenizer", SAMPLES / "gpt2-bpe", "--type", "import", "--out", "tok", cwd=place)
-        throughline("data", "tokenize", text, "--tokenizer", "tok", "--out", "tokens", cwd=place)
+        throughline(
+            "data",
+            "tokenize",
+            text,
+            "--documents",
+            "block",
+            "--tokenizer",
+            "tok",
+            "--out",
+            "tokens",
+            cwd=place,
+        )
         command = ("data", "export", "tokens", "--to", "nanogpt", "--val-fraction", 0.1, "--out", "data/gpt2")
         throughline(*command, cwd=place)
         for file in ("train.py", "model.py", "configurator.py"):

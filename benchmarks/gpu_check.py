@@ -249,7 +249,18 @@ def road(checks: Checks, quick: bool) -> None:
     def tokens(family: str, kind: str, *more: str) -> None:
         checks.fresh(kind, f"{family}-tokens")
         checks.run("data", "tokenizer", TEXT, "--type", kind, "--vocab-size", 512, "--out", kind)
-        checks.run("data", "tokenize", TEXT, "--tokenizer", kind, *more, "--out", f"{family}-tokens")
+        checks.run(
+            "data",
+            "tokenize",
+            TEXT,
+            "--documents",
+            "block",
+            "--tokenizer",
+            kind,
+            *more,
+            "--out",
+            f"{family}-tokens",
+        )
 
     checks.check("tokens for a GPT", lambda: tokens("gpt", "bpe"))
     checks.check("tokens for a BERT", lambda: tokens("bert", "wordpiece", "--sentences"))

@@ -180,7 +180,18 @@ def main() -> None:
         place = Path(scratch)
         throughline("data", "tokenizer", SAMPLES / "gpt2-bpe", "--type", "import", "--out", "tok", cwd=place)
         text = SAMPLES / "tinyshakespeare" / "input.txt"
-        throughline("data", "tokenize", text, "--tokenizer", "tok", "--out", "tokens", cwd=place)
+        throughline(
+            "data",
+            "tokenize",
+            text,
+            "--documents",
+            "block",
+            "--tokenizer",
+            "tok",
+            "--out",
+            "tokens",
+            cwd=place,
+        )
         for name in parts:
             settings = SHAPE | (TINY if chosen.tiny else {}) | (QUICK if chosen.quick else {}) | CASES[name]
             recipe, traced = place / f"{name}.toml", place / f"{name}-traced.toml"

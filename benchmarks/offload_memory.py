@@ -138,7 +138,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         throughline("data", "tokenizer", TEXT, "--type", "bpe", "--vocab-size", 1024, "--out", place / "tok")
-        throughline("data", "tokenize", TEXT, "--tokenizer", place / "tok", "--out", place / "tokens")
+        throughline(
+            "data",
+            "tokenize",
+            TEXT,
+            "--documents",
+            "block",
+            "--tokenizer",
+            place / "tok",
+            "--out",
+            place / "tokens",
+        )
         plain, moved = (run(place, "bf16", offload) for offload in (False, True))
         exact, exact_moved = (run(place, "fp32", offload) for offload in (False, True))
     fall = plain.device_bytes - moved.device_bytes

@@ -218,7 +218,17 @@ CASES: dict[str, Callable[[], list[Case]]] = {"study": drawn, "training": benchm
 def words(folder: Path) -> None:
     """Tiny Shakespeare in 4,096 byte pairs."""
     throughline("data", "tokenizer", SHAKESPEARE, "--vocab-size", 4096, "--out", folder / "tok")
-    throughline("data", "tokenize", SHAKESPEARE, "--tokenizer", folder / "tok", "--out", folder / "train")
+    throughline(
+        "data",
+        "tokenize",
+        SHAKESPEARE,
+        "--documents",
+        "block",
+        "--tokenizer",
+        folder / "tok",
+        "--out",
+        folder / "train",
+    )
 
 
 def characters(folder: Path, text: Path = SHAKESPEARE) -> None:
@@ -239,7 +249,17 @@ def hound(folder: Path) -> None:
 def gpt2(folder: Path) -> None:
     """Tiny Shakespeare in GPT-2's tokens."""
     throughline("data", "tokenizer", SAMPLES / "gpt2-bpe", "--type", "import", "--out", folder / "tok")
-    throughline("data", "tokenize", SHAKESPEARE, "--tokenizer", folder / "tok", "--out", folder / "train")
+    throughline(
+        "data",
+        "tokenize",
+        SHAKESPEARE,
+        "--documents",
+        "block",
+        "--tokenizer",
+        folder / "tok",
+        "--out",
+        folder / "train",
+    )
 
 
 def base(folder: Path) -> None:

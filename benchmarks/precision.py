@@ -45,7 +45,7 @@ def train_gpt(folder: Path, text: str, steps: int) -> Path:
     vocabulary = ("--type", "bpe", "--vocab-size", 2048)
     throughline("data", "tokenizer", folder / "train.txt", *vocabulary, "--out", folder / "tok")
     store = ("--tokenizer", folder / "tok", "--out", folder / "tokens")
-    throughline("data", "tokenize", folder / "train.txt", *store)
+    throughline("data", "tokenize", folder / "train.txt", "--documents", "block", *store)
     values = {
         "data.train": folder / "tokens",
         "model.overrides.bias": "true",

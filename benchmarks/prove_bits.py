@@ -116,7 +116,16 @@ def main() -> None:
             made = home / f"{family}-tokenizer"
             throughline("data", "tokenizer", text, "--type", kind, "--vocab-size", "1000", "--out", str(made))
             throughline(
-                "data", "tokenize", text, "--tokenizer", str(made), *more, "--out", str(home / family)
+                "data",
+                "tokenize",
+                text,
+                "--documents",
+                "block",
+                "--tokenizer",
+                str(made),
+                *more,
+                "--out",
+                str(home / family),
             )
         found = {name: trained(name, overrides, home) for name, overrides in CASES.items()}
     if options.record:

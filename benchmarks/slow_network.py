@@ -144,7 +144,16 @@ def main() -> int:
         text = SAMPLES / "tinyshakespeare" / "input.txt"
         for words in (
             ("tokenizer", text, "--type", "bpe", "--vocab-size", "4096", "--out", place / "tok"),
-            ("tokenize", text, "--tokenizer", place / "tok", "--out", place / "tokens"),
+            (
+                "tokenize",
+                text,
+                "--documents",
+                "block",
+                "--tokenizer",
+                place / "tok",
+                "--out",
+                place / "tokens",
+            ),
         ):
             done = [sys.executable, "-m", "throughline.cli.main", "data", *map(str, words)]
             subprocess.run(done, check=True, stdout=subprocess.DEVNULL)

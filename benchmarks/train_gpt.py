@@ -304,7 +304,18 @@ def gpt124_claims(
     directory.mkdir()
     throughline("data", "tokenizer", SAMPLES / "gpt2-bpe", "--type", "import", "--out", "tok", cwd=directory)
     corpus = SAMPLES / "tinyshakespeare" / "input.txt"
-    throughline("data", "tokenize", corpus, "--tokenizer", "tok", "--out", "tokens", cwd=directory)
+    throughline(
+        "data",
+        "tokenize",
+        corpus,
+        "--documents",
+        "block",
+        "--tokenizer",
+        "tok",
+        "--out",
+        "tokens",
+        cwd=directory,
+    )
     claims = []
     overrides = {f"model.overrides.{key}": value for key, value in shape.items()}
     for rows, length, goal in GPT124_ROWS:

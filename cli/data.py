@@ -15,7 +15,13 @@ from ..core.files import write_atomic
 from .common import flag, is_given, option, throughline_command, together
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
-TEXT = ("documents", "field", "split", "unwrap")  # of `text_options`, as `ReadOptions` names them
+TEXT = (
+    "documents",
+    "field",
+    "split",
+    "unwrap",
+    "skip_front_matter",
+)  # of `text_options`, as `ReadOptions` names them
 
 
 def text_options(function: Any) -> Any:
@@ -33,14 +39,18 @@ def text_options(function: Any) -> Any:
         option(
             "--documents",
             click.Choice(["file", "line", "block"]),
-            "What a document of a .txt file is: the file, a line, or a block between blank lines.",
-            "block",
+            "What a document of a .txt or .md file is: the file, a line, or a block between blank lines.",
+            "file",
         ),
         option(
-            "--field", None, "Name of the field (.jsonl) or column (.parquet, data set) of the text.", "text"
+            "--field",
+            None,
+            "Name of the field (.jsonl) or column (.csv, .parquet, data set) of the text; doc.text is inside of doc.",
+            "text",
         ),
         option("--split", None, "Split of a data set that is read.", "train"),
         flag("--unwrap", "Join the hard-wrapped lines of a paragraph with spaces."),
+        flag("--skip-front-matter", "Leave out the front matter of .md files (--- to ---, or +++ to +++)."),
         option("--max-replaced", share, replaced, 0.001),
     )(wrapped)
 

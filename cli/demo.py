@@ -55,7 +55,7 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
     stages: list[tuple[str, list[str]]] = []
     for family, vocabulary, sentences, tasks in (
         ("gpt", "--type bpe --vocab-size 1024", "", "lambada_openai,blimp_transitive"),
-        ("bert", "--type wordpiece --vocab-size 2048", "--sentences", "blimp_transitive"),
+        ("bert", "--type wordpiece --vocab-size 2048", "--sentences --documents block", "blimp_transitive"),
     ):
         at, source = shlex.quote(str(out / family)), shlex.quote(str(text))
         commands = {

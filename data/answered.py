@@ -7,12 +7,14 @@ the last step puts them in order as OUT. A line that cannot be answered has an "
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.console import progress
 from ..core.errors import Failed, WrongUse
 from ..core.files import full_disk, json_lines, sha256_file, sha256_json, sync
+from .fields import field_value, with_field
 from .records import read_records
 
 Numbered = tuple[int, dict[str, Any]]
@@ -29,7 +31,7 @@ def answer_records(
     """
     if out.exists():
         raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
-    texts = [isinstance(record.get(field), str) for _, record in _records(source, field, cut)]
+    texts = [isinstance(_value(record, field), str) for _, record in _records(source, field, cut)]
     total = len(texts)
     if not any(texts):
         why = "" if not texts else f'none of its {total:,} lines has a text "{field}"'
@@ -67,9 +69,10 @@ def _records(source: Path, field: str, cut: Cut = None) -> Iterator[Numbered]:
     """Numbered lines, or their pieces; what is no JSON object has an "error" and no text."""
 
     def pieces(record: dict[str, Any]) -> list[dict[str, Any]]:
-        if cut is None or not isinstance(record.get(field), str):
+        text = _value(record, field)
+        if cut is None or not isinstance(text, str):
             return [record]
-        return [record | {field: piece, "chunk": chunk} for chunk, piece in enumerate(cut(record[field]))]
+        return [with_field(record, field, piece) | {"chunk": chunk} for chunk, piece in enumerate(cut(text))]
 
     lines = _lines(source) if source.suffix == ".jsonl" else (one.data for one in read_records([source]))
     return enumerate(piece for record in lines for piece in pieces(record))
@@ -84,9 +87,17 @@ def _lines(source: Path) -> Iterator[dict[str, Any]]:
                 yield {"line": number, "error": "this line is no JSON object"}
 
 
+def _value(record: dict[str, Any], field: str) -> Any:
+    """The value of a field, or of one inside of others; None without it."""
+    with suppress(KeyError):
+        return field_value(record, field)
+    return None
+
+
 def text_of(record: dict[str, Any], field: str) -> str:
     """The text of a record. Raises WrongUse for a record that has none."""
-    if not isinstance(text := record.get(field), str):
+    text = _value(record, field)
+    if not isinstance(text, str):
         raise WrongUse(str(record.get("error") or f'this line has no text "{field}"'))
     return text
 

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -303,12 +304,15 @@ def sample(
 ) -> Iterator[str]:
     """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
 
-    A file that can be read in ranges gives evenly spaced stripes, any other its beginning. Raises Failed when more than
+    A file that can be read in ranges gives evenly spaced stripes, any other its beginning; one that is a document whole
+    is read by its blocks for that, which changes no word. Raises Failed when more than
     `max_replaced` of the characters are invalid.
     """
     ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
     sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
     share = min(1.0, budget / max(sum(sizes), 1))
+    if share < 1 and options.documents == "file":
+        options = replace(options, documents="block")
     # bytes: what the stripes passed are to give less what they gave; what is to be taken
     owed, left = 0.0, float(budget)
     with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:

@@ -184,7 +184,7 @@ def _pages(file: TextIO, path: Path) -> Iterator[Record]:
     """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks like a
     top-level title (" = Title = "), two lines of prose in the test split among them.
     """
-    lines = file.read().replace("\r\n", "\n").split("\n")
+    lines = file.read().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     starts = [number for number, line in enumerate(lines) if _TITLE.fullmatch(line.strip())]
     for start, stop in pairwise([0, *starts, len(lines)]):
         page = "\n".join(lines[start:stop])

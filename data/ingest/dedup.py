@@ -32,6 +32,7 @@ from .task_plan import check_unchanged, read_unchanged
 from .text import COUNTS, MAX_REPLACED, check_replaced
 
 BUCKETS = 256
+REPORT = ".report.json"  # hidden: `data tokenize OUT` and OUT/* read the records alone
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<i8")])
 BANDS, ROWS, GRAM = 14, 8, 5
 GRAMS_AT_ONCE = 1 << 13  # 7 MB of hashes, however long a document is
@@ -77,7 +78,7 @@ def dedup(
         if not dry_run:
             with written_aside(out or "") as staging:
                 _write_kept(sources, options, drop, staging)
-                (staging / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
+                (staging / REPORT).write_text(json.dumps(rows, indent=1) + "\n")
     return {
         "documents": firsts[-1],
         "exact": len(exact),

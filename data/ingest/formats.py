@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ..fields import field_value
 from .inputs import DATASET_PREFIX, is_saved_dataset
 
 BLOCK_BYTES = 1 << 20
 BLANK = b" \t\r\n"
-LINE_END = re.compile(rb"\n")
-BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")  # greedy: one match takes the whole run of blank lines
+# A line ends with LF, CRLF or CR alone. The groups are atomic: a CRLF is never taken for two line ends.
+LINE_END = re.compile(rb"\r\n|\n|\r")
+BLANK_LINES = re.compile(rb"(?>\r\n|\n|\r)(?:[ \t]*(?>\r\n|\n|\r))+")  # greedy: a whole run of blank lines
 
 
 @contextmanager
@@ -139,20 +141,22 @@ TARGET_BYTES = 4 << 20  # of text per batch of rows
 def parquet_rows(
     path: str, start: int, stop: int | None, column: str, on_bytes: Callable[[int], None], whole: bool = False
 ) -> Iterator[list[Any]]:
-    """Rows of the row groups that begin in bytes [start, stop): dicts of `column` (bytes or None), or `whole`."""
+    """Rows of the row groups that begin in bytes [start, stop): dicts of `column` (bytes or None; its name with
+    dots is inside of others), or `whole`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                raise no_column(path, column, names)
-            kind = file.schema_arrow.field(column).type
+            path_of_text = _column_path(file.schema_arrow, column)
+            if not path_of_text:
+                raise no_column(path, column, _column_names(file.schema_arrow))
+            kind = _type_at(file.schema_arrow, path_of_text)
             # a dictionary's values: categories, as pandas writes them
-            kept = kind.value_type if pa.types.is_dictionary(kind) else kind
+            values = kind.value_type if pa.types.is_dictionary(kind) else kind
             texts = (pa.string(), pa.large_string(), pa.string_view())
-            if kept not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
+            if values not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
                 why, fix = f"its type is {kind}", "name another with --field"
                 raise WrongUse(f"column {column!r} holds no text", where=path, why=why, fix=fix)
             for group in range(file.num_row_groups):
@@ -164,15 +168,69 @@ def parquet_rows(
                     size = next(c.total_uncompressed_size for c in columns if c.path_in_schema == column)
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
                     for batch in file.iter_batches(rows, [group], None if whole else [column]):
-                        place = batch.schema.get_field_index(column)
-                        values = batch.column(place)
-                        values = values.dictionary_decode() if kept is not kind else values
-                        values = values.cast(pa.large_binary())  # arrow does not check bytes for UTF-8
-                        yield batch.set_column(place, column, values).to_pylist()
+                        place = batch.schema.get_field_index(path_of_text[0])
+                        texts_as_bytes = _text_as_bytes(batch.column(place), path_of_text[1:])
+                        yield batch.set_column(place, path_of_text[0], texts_as_bytes).to_pylist()
                     on_bytes(sum(each.total_compressed_size for each in columns))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
         raise Failed("a parquet file is damaged", where=path, why=str(error), fix=fix) from error
+
+
+def _column_path(schema: Any, name: str) -> list[str]:
+    """The fields from a column to the one of this name, or none when it is not there."""
+    if name in schema.names:
+        return [name]
+    path = name.split(".")
+    try:
+        _type_at(schema, path)
+    except KeyError:
+        return []
+    return path
+
+
+def _type_at(schema: Any, path: list[str]) -> Any:
+    """The type of a column, or of a field inside. Raises KeyError when it is not there."""
+    import pyarrow as pa
+
+    if path[0] not in schema.names:
+        raise KeyError(path[0])
+    kind = schema.field(path[0]).type
+    for part in path[1:]:
+        if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
+            raise KeyError(part)
+        kind = kind.field(part).type
+    return kind
+
+
+def _column_names(schema: Any) -> list[str]:
+    """The columns of a table, of one with fields these."""
+    import pyarrow as pa
+
+    names = []
+    for field in schema:
+        inner = _column_names(_inner(field.type)) if pa.types.is_struct(field.type) else []
+        names += [f"{field.name}.{name}" for name in inner] or [field.name]
+    return names
+
+
+def _inner(kind: Any) -> list[Any]:
+    """The fields of a struct."""
+    return [kind.field(number) for number in range(kind.num_fields)]
+
+
+def _text_as_bytes(array: Any, path: list[str]) -> Any:
+    """A column with the text in it, at this path of fields, as bytes: arrow does not check them for UTF-8."""
+    import pyarrow as pa
+
+    if not path:
+        array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+        return array.cast(pa.large_binary())
+    names = [field.name for field in _inner(array.type)]
+    columns = array.flatten()
+    place = names.index(path[0])
+    columns[place] = _text_as_bytes(columns[place], path[1:])
+    return pa.StructArray.from_arrays(columns, names, mask=array.is_null())
 
 
 def no_column(where: str, column: str, names: list[str]) -> WrongUse:
@@ -268,16 +326,20 @@ def dataset_rows(
         rows = _open_dataset(name, split)
         if part is not None:
             rows = _part_of(rows, part, name)
-        if (names := rows.column_names) is not None:
-            if column not in names:
+        names = rows.column_names
+        first = column if names is None or column in names else column.partition(".")[0]
+        if names is not None:
+            if first not in names:
                 raise no_column(name, column, names)
-            rows = rows if whole else rows.select_columns([column])
+            rows = rows if whole else rows.select_columns([first])
         for batch in rows.iter(batch_size=64):
-            if column not in batch:  # of a stream whose columns were not known
-                raise no_column(name, column, list(batch))
-            values = batch[column]
+            records = [dict(zip(batch, row)) for row in zip(*batch.values())]
+            try:
+                values = [field_value(record, column) for record in records]
+            except KeyError:  # of a stream whose columns were not known, or inside of a column
+                raise no_column(name, column, list(batch)) from None
             if odd := [value for value in values if not isinstance(value, str | bytes | None)]:
                 why, fix = f"it holds {type(odd[0]).__name__}", "name another with --field"
                 raise WrongUse(f"column {column!r} holds no text", where=name, why=why, fix=fix)
             on_bytes(sum(len(value) for value in values if value))
-            yield [dict(zip(batch, row)) for row in zip(*batch.values())]
+            yield records

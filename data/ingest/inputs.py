@@ -46,7 +46,8 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     """Sources in the order given; a directory or a glob gives its files sorted by path.
 
     `datasets:NAME[:CONFIG]` is streamed from the hub; a `save_to_disk` directory is recognised.
-    Raises WrongUse for a missing path, a directory without text files, a file named twice, a pipe.
+    A file and links to it count once. Raises WrongUse for a missing path, a directory without text files, a file named
+    twice, a pipe.
     """
     if not inputs:
         raise WrongUse("no input given", fix="name files, directories, globs or datasets:NAME")
@@ -83,6 +84,9 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
             why = f"it is the same file as {first[content]}" if first[content] != source.place else ""
             raise WrongUse("an input is named twice", where=source.place, why=why, fix="name every file once")
         first[content] = source.place
+    empty = [source.path for source in sources if source.modified_ns and not source.bytes]
+    if empty:
+        warn(f"{len(empty)} input files are empty (0 bytes), {empty[0]} the first")
     return sources
 
 

@@ -10,33 +10,47 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...core.errors import Failed
+from ..fields import field_value, text_fields, with_field
 from ..records import table
 from .formats import BLANK_LINES, LINE_END, between, dataset_rows, no_column, open_blocks, parquet_rows
 from .inputs import Source, suffix_of
-from .text import PIECE_BYTES, check_is_text, clean, clean_string, cut_place, strip_bom
+from .text import (
+    PIECE_BYTES,
+    check_is_text,
+    clean,
+    clean_string,
+    cut_place,
+    line_feed_blocks,
+    strip_bom,
+    strip_front_matter,
+)
 
 TABLE_ROWS = 256  # of a table, in a batch
 ARRAY = "of an array: jq -c .[] FILE"
+MARKDOWN = (".md",)
 _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How text becomes documents: `documents` for .txt, `field` for all others, `split` for datasets.
+    """How text becomes documents: `documents` for .txt and .md, `field` for all others (a name with dots is of a field
+    inside of others), `split` for datasets.
 
     `piece_bytes` None hands every document over whole: for a tokenizer whose tokens cross white space.
     """
 
-    documents: Literal["file", "line", "block"] = "block"
+    documents: Literal["file", "line", "block"] = "file"
     field: str = "text"
     split: str = "train"
     unwrap: bool = False
+    skip_front_matter: bool = False  # of Markdown files
     piece_bytes: int | None = PIECE_BYTES
 
 
@@ -71,7 +85,7 @@ class Reader:
         """The documents of bytes (of a streamed dataset: parts) [start, stop) of `source`."""
         if source.format != "txt":
             for records in self._records(source, start, stop):
-                yield from self._values(record[self.options.field] for record in records)
+                yield from self._values(field_value(record, self.options.field) for record in records)
             return
         separator = BLANK_LINES if self.options.documents == "block" else LINE_END
         blocks = self._blocks(source, start, stop, separator)
@@ -85,9 +99,8 @@ class Reader:
             return
         field = self.options.field
         for records in self._records(source, 0, None, whole=True):
-            for record in records:
-                record[field] = self._clean(record[field])
-            yield [record for record in records if record[field].strip()]
+            texts = [self._clean(field_value(record, field)) for record in records]
+            yield [with_field(record, field, text) for record, text in zip(records, texts) if text.strip()]
 
     def _records(
         self, source: Source, start: int, stop: int | None, whole: bool = False
@@ -116,15 +129,26 @@ class Reader:
     def _blocks(
         self, source: Source, start: int, stop: int | None, separator: re.Pattern[bytes]
     ) -> Iterator[bytes]:
-        """The blocks of a range, after a look at the first: not binary, no byte-order mark."""
+        """The blocks of a range with LF as line end, after a look at the first: not binary, no byte-order mark, and
+        no front matter where that is asked for.
+        """
         with open_blocks(source.path, source.compression, max(start - 1, 0), self.on_bytes) as blocks:
             if splittable(source, self.options):
                 blocks = between(blocks, start, stop, separator)
-            for place, block in enumerate(blocks):
-                if not place:
-                    check_is_text(block, source.path, at_start=start == 0)
-                    block = strip_bom(block, self.counts) if start == 0 else block
-                yield block
+            blocks = line_feed_blocks(self._checked(blocks, source, start), self.counts)
+            markdown = suffix_of(source.path)[0] in MARKDOWN
+            if self.options.skip_front_matter and markdown and start == 0:
+                head = next(blocks, b"")
+                yield strip_front_matter(head, self.counts)
+            yield from blocks
+
+    def _checked(self, blocks: Iterator[bytes], source: Source, start: int) -> Iterator[bytes]:
+        """The blocks, the first of which is text and loses a byte-order mark."""
+        for place, block in enumerate(blocks):
+            if not place:
+                check_is_text(block, source.path, at_start=start == 0)
+                block = strip_bom(block, self.counts) if start == 0 else block
+            yield block
 
     def _clean(self, value: str | bytes | None) -> str:
         if isinstance(value, bytes):
@@ -205,7 +229,7 @@ class Reader:
         if separator is LINE_END:
             return text.split("\n")[:-1]
         # without these runs a split does what the pattern does
-        plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))
+        plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t"))
         texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
         if not self.options.unwrap:
             return texts
@@ -253,8 +277,8 @@ def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
     """Offset after the last separator whose end is certain, or 0."""
     if separator is LINE_END:
         return raw.rfind(b"\n") + 1
-    solid = len(raw.rstrip(b" \t\r\n"))  # a run of blank lines may go on in the next block
-    place = max(raw.rfind(b"\n\n", 0, solid), raw.rfind(b"\n\r\n", 0, solid))
+    solid = len(raw.rstrip(b" \t\n"))  # a run of blank lines may go on in the next block
+    place = raw.rfind(b"\n\n", 0, solid)
     end = 0
     for found in separator.finditer(raw, max(place, 0), solid):  # behind the last plain one may be others
         end = found.end()
@@ -288,13 +312,15 @@ def _parsed(text: str, where: str, number: int, field: str) -> list[dict[str, An
             continue
         try:
             record = json.loads(line)
-            value = record[field]
+            if not isinstance(record, dict):
+                raise TypeError
+            value = field_value(record, field)
             if value is not None and not isinstance(value, str):
                 raise TypeError
         except (ValueError, RecursionError) as error:
             fix = f"write one object a line ({ARRAY}), or remove that line"
             raise Failed("a line is not JSON", where=where % number, why=str(error), fix=fix) from error
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError) as error:
             raise _bad_field(line, where % number, field) from error
         records.append(record)
     return records
@@ -305,10 +331,10 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
     if not isinstance(record, dict):
         why, fix = f"it is {type(record).__name__}", f"write one object a line ({ARRAY})"
         return Failed("a line is not a JSON object", where=where, why=why, fix=fix)
-    if field in record:
-        why = f"{field!r} is {type(record[field]).__name__}, not a string"
+    texts = ", ".join(text_fields(record)) or "none"
+    with suppress(KeyError):
+        why = f"{field!r} is {type(field_value(record, field)).__name__}, not a string; fields with text: {texts}"
         return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
-    texts = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
     lists = [key for key, value in record.items() if isinstance(value, list)]
     fix = "name one with --field, for train with --set data.field"
     if texts == "none" and lists:

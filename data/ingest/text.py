@@ -3,7 +3,9 @@
 | found                        | done                                                      | counted as      |
 |------------------------------|-----------------------------------------------------------|-----------------|
 | byte-order mark at the start | removed                                                   | `bom`           |
-| CRLF line ends               | become LF; a lone CR stays                                | `crlf`          |
+| front matter of Markdown     | kept; removed with `skip_front_matter`                    | `front_matter`  |
+| CRLF line ends               | become LF                                                 | `crlf`          |
+| CR alone as a line end       | becomes LF                                                | `cr`            |
 | NUL                          | becomes U+FFFD                                            | `nul`, `replaced` |
 | invalid UTF-8, a lone surrogate in JSON | each bad part becomes U+FFFD                   | `replaced`      |
 | hard-wrapped lines           | kept; with `unwrap`, lines of a paragraph join by a space | `unwrapped`     |
@@ -18,13 +20,15 @@ are split by rule.
 import codecs
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import AnyStr
 
 from ...core.errors import Failed
 
 PIECE_BYTES = 1 << 20  # longer documents go to the tokenizer in pieces: no line's length takes memory
 MAX_REPLACED = 0.001  # of all characters; one replaced character is always forgiven
 BINARY_SHARE, BINARY_LEAST = 0.1, 64  # a first block with more bad characters than both is not text
-COUNTS = ("bom", "crlf", "nul", "replaced", "unwrapped", "empty", "long", "forced_cuts")
+COUNTS = ("bom", "front_matter", "crlf", "cr", "nul", "replaced", "unwrapped", "empty", "long", "forced_cuts")
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _HARD_WRAP = re.compile(r"(?<=\S)[ \t]*\n[ \t]*(?=\S)")
@@ -54,9 +58,8 @@ def clean(raw: bytes, counts: Counter[str], unwrap: bool = False, going: bool = 
         counts["nul"] += found
         counts["replaced"] += found
         text = text.replace("\0", "\ufffd")
-    if b"\r" in raw and "\r\n" in text:
-        counts["crlf"] += text.count("\r\n")
-        text = text.replace("\r\n", "\n")
+    if b"\r" in raw:
+        text = with_line_feeds(text, "\r\n", "\r", "\n", counts)
     if unwrap:
         text, joined = (_HARD_WRAP_GOING_ON if going else _HARD_WRAP).subn(" ", text)
         counts["unwrapped"] += joined
@@ -68,9 +71,50 @@ def clean_string(text: str, counts: Counter[str], unwrap: bool = False) -> str:
     if not text.isascii():
         text, found = _LONE_SURROGATE.subn("\ufffd", text)
         counts["replaced"] += found
-    if "\0" in text or "\r\n" in text or unwrap:
+    if "\0" in text or "\r" in text or unwrap:
         return clean(text.encode(), counts, unwrap)
     return text
+
+
+def with_line_feeds(
+    text: AnyStr, pair: AnyStr, single: AnyStr, line_feed: AnyStr, counts: Counter[str]
+) -> AnyStr:
+    """The text with LF for CRLF and for CR alone, each counted."""
+    pairs = text.count(pair)
+    counts["crlf"] += pairs
+    counts["cr"] += text.count(single) - pairs
+    return text.replace(pair, line_feed).replace(single, line_feed)
+
+
+def line_feed_blocks(blocks: Iterable[bytes], counts: Counter[str]) -> Iterator[bytes]:
+    """The blocks of a text with LF as the only line end, wherever it was cut."""
+    held = b""  # a CR, of which an LF may be the next block's first byte
+    for block in blocks:
+        block = held + block
+        held = b"\r" if block.endswith(b"\r") else b""
+        block = block.removesuffix(b"\r")
+        if b"\r" in block:
+            block = with_line_feeds(block, b"\r\n", b"\r", b"\n", counts)
+        if block:
+            yield block
+    if held:
+        counts["cr"] += 1
+        yield b"\n"
+
+
+# As pandoc reads it: the first line is --- (+++ for TOML), the next one is not blank, a line --- or ... (+++) ends it.
+_YAML = rb"---[ \t]*\n(?![ \t]*\n)(?:.*\n)*?(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
+_TOML = rb"\+\+\+[ \t]*\n(?![ \t]*\n)(?:.*\n)*?\+\+\+[ \t]*(?:\n|\Z)"
+_FRONT_MATTER = re.compile(_YAML + rb"|" + _TOML)
+
+
+def strip_front_matter(head: bytes, counts: Counter[str]) -> bytes:
+    """Remove the front matter from the first bytes of a Markdown file, whose lines end with LF."""
+    found = _FRONT_MATTER.match(head)
+    if found is None:
+        return head
+    counts["front_matter"] += 1
+    return head[found.end() :]
 
 
 def strip_bom(head: bytes, counts: Counter[str]) -> bytes:
@@ -126,7 +170,7 @@ def cut_place(window: bytes) -> tuple[int, bool]:
     place = len(window)
     while place > len(window) - 4 and window[place - 1] & 0xC0 == 0x80:  # not inside a character
         place -= 1
-    if window[place - 1] >= 0xC0 or window[place - 1 : place] == b"\r":  # nor between CR and LF
+    if window[place - 1] >= 0xC0:
         place -= 1
     return place, True
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from throughline.data.ingest.readers import ReadOptions
 from throughline.data.ingest.tokenize import Work, tokenize
 from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.store import TokenStore
@@ -39,13 +40,14 @@ class Stage:
         self.place = place
 
     def run(self, out: Path, tokenizer: str = "bpe", **settings: Any) -> Path:
+        settings = {"options": ReadOptions("block")} | settings
         tokenize([str(self.place / "corpus")], self.place / tokenizer, out, **settings)
         return out
 
     def command(self, out: Path, *more: str) -> list[str]:
         main = "import sys; from throughline.cli.main import main; sys.exit(main())"
         words = f"data tokenize {self.place}/corpus --tokenizer {self.place}/bpe --out {out}"
-        fixed = "--shard-bytes 20000 --workers 1 --backend tokenizers"
+        fixed = "--documents block --shard-bytes 20000 --workers 1 --backend tokenizers"
         return [sys.executable, "-c", main, *words.split(), *fixed.split(), *more]
 
     @staticmethod

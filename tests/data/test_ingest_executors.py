@@ -31,10 +31,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     lines = [" ".join(row) for row in words]
     (folder / "my corpus").mkdir()
-    (folder / "my corpus" / "a.txt").write_text("\n\n".join(lines[:2000]))
-    (folder / "my corpus" / "b.jsonl").write_text(
-        "".join(json.dumps({"text": line}) + "\n" for line in lines[2000:])
-    )
+    for name, part in (("a", lines[:2000]), ("b", lines[2000:])):
+        records = [json.dumps({"text": line}) + "\n" for line in part]
+        (folder / "my corpus" / f"{name}.jsonl").write_text("".join(records))
     train_tokenizer(lines[:100], "bpe", 300).save(folder / "tok")
     tokenize(
         [str(folder / "my corpus")],

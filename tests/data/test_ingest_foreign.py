@@ -27,6 +27,8 @@ from throughline.data.tokenizer import CONFIG, FILE, Tokenizer
 
 TEXTS = [f"The cat {i} sat on a mat and saw {i % 7} dogs." for i in range(400)]
 
+BLOCKS = ReadOptions("block")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,7 +52,9 @@ def test_every_worker_appends_the_end_of_text_that_is_meant(
     place: Path, tmp_path: Path, workers: int
 ) -> None:
     work = Work(workers=workers, backend="tokenizers")
-    tokenize([str(place / "t.txt")], place / "model", tmp_path / "out", shard_bytes=8000, work=work)
+    tokenize(
+        [str(place / "t.txt")], place / "model", tmp_path / "out", options=BLOCKS, shard_bytes=8000, work=work
+    )
     store, tokenizer = TokenStore.open(tmp_path / "out"), Tokenizer.load(place / "model")
     tokens = store.read(0, store.tokens)
     assert len(store.shards) == 3 and tokenizer.eos_id == tokenizer.vocab_size - 1
@@ -60,7 +64,7 @@ def test_every_worker_appends_the_end_of_text_that_is_meant(
 def work_of(place: Path, folder: Path) -> None:
     """A work directory as other processes find it."""
     tokenizer = Tokenizer.load(place / "model")
-    write_plan(folder, make_plan([str(place / "t.txt")], tokenizer, ReadOptions(), None, False, None))
+    write_plan(folder, make_plan([str(place / "t.txt")], tokenizer, BLOCKS, None, False, None))
     (folder / "store").mkdir()
     write_atomic(folder / FILE, tokenizer.to_json())
 
@@ -89,9 +93,7 @@ def test_another_end_of_text_does_not_continue_a_build(place: Path, tmp_path: Pa
     work_of(place, tmp_path / "work")
     tokenizer = Tokenizer.load(place / "model", {"eos": 299})
     with pytest.raises(Refused, match="special was"):
-        write_plan(
-            tmp_path / "work", make_plan([str(place / "t.txt")], tokenizer, ReadOptions(), None, False, None)
-        )
+        write_plan(tmp_path / "work", make_plan([str(place / "t.txt")], tokenizer, BLOCKS, None, False, None))
 
 
 def test_what_else_lies_in_a_model_directory_is_not_recorded(place: Path, tmp_path: Path) -> None:

@@ -11,18 +11,23 @@ import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
+from throughline.core.files import json_lines
 from throughline.data.ingest import formats, readers
 from throughline.data.ingest.inputs import expand_inputs
 from throughline.data.ingest.readers import Reader, ReadOptions
 from throughline.data.ingest.text import cut_place
 from throughline.data.ingest.tokenize import make_plan
 from throughline.data.new_tokenizer import train_tokenizer
+from throughline.data.records import read_records
 
 
 def documents(path: Path, cuts: list[int], options: ReadOptions) -> tuple[list[str], Counter[str]]:
@@ -68,10 +73,9 @@ def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block
         parts, part_counts = documents(path, cuts, options)
     assert parts == whole
     assert {key: n for key, n in part_counts.items() if n} == {key: n for key, n in counts.items() if n}
-    if mode == "line" and b"\r" in raw.replace(b"\r\n", b""):
-        return
-    text = (raw.decode() + "\n\n").replace("\0", "\ufffd").replace("\r\n", "\n")
-    plain = text.split("\n") if mode == "line" else re.split(r"\n(?:[ \t\r]*\n)+", text)
+    text = raw.decode().replace("\0", "\ufffd").replace("\r\n", "\n").replace("\r", "\n") + "\n\n"
+    plain = text.split("\n") if mode == "line" else re.split(r"\n(?:[ \t]*\n)+", text)
+    assert counts["crlf"] == raw.count(b"\r\n") and counts["cr"] == raw.count(b"\r") - raw.count(b"\r\n")
     # White space alone is no document, unless it is longer than a piece: then it was begun before it was
     # seen.
     assert whole == [document for document in plain if document.strip() or len(document) > piece]
@@ -80,7 +84,7 @@ def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block
 def test_blocks_are_split_at_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_bytes(b"\n\n one\ntwo\n\n \t\r\n\nthree\n   \nfour\nfive\n\n")
-    assert documents(path, [], ReadOptions())[0] == [" one\ntwo", "three", "four\nfive"]
+    assert documents(path, [], ReadOptions("block"))[0] == [" one\ntwo", "three", "four\nfive"]
 
 
 def test_long_line_is_cut_before_white_space(tmp_path: Path) -> None:
@@ -423,3 +427,109 @@ def test_a_file_and_links_to_it_count_once(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(WrongUse, match="named twice") as refused:
         expand_inputs([str(corpus), str(tmp_path / "link.txt")])
     assert refused.value.why == f"it is the same file as {corpus / 'm.txt'}"
+
+
+def read_all(path: Path, **options: Any) -> tuple[list[str], Counter[str]]:
+    return documents(path, [], ReadOptions(**options))
+
+
+@pytest.mark.parametrize("name", ["notes.md", "notes.txt", "notes.md.gz"])
+def test_a_document_is_a_file(name: str, tmp_path: Path) -> None:
+    """Of Markdown and of plain text; lines and blocks where they are asked for."""
+    text = "# Title\n\nfirst\n\n- [ ] task\n\n```python\n\nx = 1\n```\n"
+    raw = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    (tmp_path / name).write_bytes(raw)
+    assert read_all(tmp_path / name)[0] == [text]
+    assert len(read_all(tmp_path / name, documents="block")[0]) == 5
+
+
+YAML = "---\ntitle: a note\ntags: [x]\n---\n"
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    ("name", "text", "kept"),
+    [
+        ("a.md", YAML + "text\n", "text\n"),
+        ("a.md", "---\na: 1\n...\n\ntext", "\ntext"),
+        ("a.md", "+++\na = 1\n+++\ntext", "text"),
+        ("a.md", "\ufeff" + YAML + "text", "text"),
+        ("a.md", "---\n---\ntext", "text"),
+        ("a.md", "---\n\na break, no front matter\n\n---\n", None),
+        ("a.md", "---\nno end\n", None),
+        ("a.md", "text\n" + YAML, None),
+        ("a.txt", YAML + "text", None),
+    ],
+)
+def test_front_matter_is_left_out_when_asked(
+    name: str, text: str, kept: str | None, line_end: str, tmp_path: Path
+) -> None:
+    """Of Markdown files alone, at their beginning alone; counted."""
+    (tmp_path / name).write_bytes(text.replace("\n", line_end).encode())
+    plain = text.removeprefix("\ufeff")
+    assert read_all(tmp_path / name)[0] == [plain]
+    found, counts = read_all(tmp_path / name, skip_front_matter=True)
+    assert found == [plain if kept is None else kept] and counts["front_matter"] == (kept is not None)
+    lines = [line for line in (plain if kept is None else kept).split("\n") if line.strip()]
+    assert read_all(tmp_path / name, skip_front_matter=True, documents="line")[0] == lines
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv"])
+def test_cr_alone_ends_a_line(form: str, tmp_path: Path) -> None:
+    """As of an old Mac or of Excel there; counted apart from CRLF. U+2028 and form feeds end none."""
+    lines = ["one", "two\u2028\x0cstill", "three"]
+    if form == "jsonl":
+        written = [json.dumps({"text": line}) for line in lines]
+    else:
+        written = (["text"] if form == "csv" else []) + lines
+    path = tmp_path / f"t.{form}"
+    path.write_bytes("\r".join(written).encode() + b"\r\n")
+    found, counts = read_all(path, documents="line")
+    assert found == lines and counts["crlf"] == 1 and counts["cr"] == len(written) - 1
+    records = [record.data for record in read_records([path], lines=1)]
+    assert [row["lines"][0] if form == "txt" else row["text"] for row in records] == lines
+    if form == "jsonl":
+        assert [row["text"] for _, row in json_lines(path)] == lines
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset"])
+def test_a_field_inside_of_others(form: str, tmp_path: Path) -> None:
+    """`doc.text`, three deep too; a null on the way is an empty document; a column of that name goes first."""
+    rows = [{"id": 1, "doc": {"text": "one\r\n", "more": {"body": "deep"}}}, {"id": 2, "doc": None}]
+    rows.append({"id": 3, "doc": {"text": "three", "more": {"body": "end"}}})
+    path = tmp_path / f"t.{form}"
+    if form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    found, counts = read_all(path, field="doc.text")
+    assert found == ["one\n", "three"] and counts["empty"] == 1
+    assert read_all(path, field="doc.more.body")[0] == ["deep", "end"]
+    [source] = expand_inputs([str(path)])
+    records = [
+        row
+        for batch in Reader(ReadOptions(field="doc.text"), Counter()).read_records(source)
+        for row in batch
+    ]
+    assert records == [{"id": 1, "doc": {"text": "one\n", "more": {"body": "deep"}}}, rows[2]]
+    for field in ("doc.title", "doc", "id.text"):
+        with pytest.raises((Failed, WrongUse)) as refused:
+            read_all(path, field=field)
+        assert form == "dataset" or "doc.text" in str(refused.value) or "holds no text" in str(refused.value)
+    if form != "dataset":
+        rows = [{"doc.text": "flat", "doc": {"text": "inside"}}]
+        if form == "jsonl":
+            path.write_text(json.dumps(rows[0]) + "\n")
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"doc.text": "flat"}]), path)
+        assert read_all(path, field="doc.text")[0] == ["flat"]
+
+
+def test_empty_files_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (tmp_path / name).write_text("text\n" if name == "a.txt" else "")
+    assert len(expand_inputs([str(tmp_path)])) == 3
+    assert "2 input files are empty (0 bytes)" in capsys.readouterr().err

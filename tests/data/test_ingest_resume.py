@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Failed, Refused, Stopped, WrongUse
 from throughline.data.ingest import tasks as tasks_module
 from throughline.data.ingest import tokenize as tokenize_module
-from throughline.data.ingest.tokenize import Work, tokenize
+from throughline.data.ingest.readers import ReadOptions
+from throughline.data.ingest.tokenize import Work
+from throughline.data.ingest.tokenize import tokenize as tokenize_text
+
+BLOCKS = ReadOptions("block")  # as the stage's own commands read
+tokenize = partial(tokenize_text, options=BLOCKS)
 
 
 class Killed(BaseException):
@@ -42,6 +48,7 @@ def test_kill_in_every_phase_then_continue(stage: Any, plain: Path, tmp_path: Pa
     module = "tokenize" if target in ("seal", "shutil.rmtree") else "tasks"
     code = f"""
 import os, signal, sys, throughline.data.ingest.{module} as module
+from throughline.data.ingest.readers import ReadOptions
 from throughline.data.ingest.tokenize import Work, tokenize
 owner, name = module, {target!r}
 while "." in name:
@@ -54,7 +61,8 @@ def planted(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **kwargs)
 setattr(owner, name, planted)
-tokenize([{str(stage.place / "corpus")!r}], {str(stage.place / "bpe")!r}, {str(tmp_path / "out")!r}, shard_bytes=20_000)
+tokenize([{str(stage.place / "corpus")!r}], {str(stage.place / "bpe")!r}, {str(tmp_path / "out")!r}, shard_bytes=20_000,
+         options=ReadOptions("block"))
 """
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -63,7 +63,7 @@ def test_long_documents_in_pieces_are_the_same_documents(stage: Any, tmp_path: P
             tmp_path / f"cut-{tokenizer}",
             tokenizer,
             sentences=sentences,
-            options=ReadOptions(piece_bytes=300),
+            options=ReadOptions("block", piece_bytes=300),
         )
         assert stage.tokens_hash(whole) == stage.tokens_hash(cut)
 

@@ -311,7 +311,7 @@ def test_empty_files_take_no_share_of_a_sample(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text(line * 150_000)
     for number in range(9):
         (tmp_path / f"{number}.txt").touch()
-    found = sample(expand_inputs([str(tmp_path)]), ReadOptions(), 10**7, Counter())
+    found = sample(expand_inputs([str(tmp_path)]), ReadOptions("block"), 10**7, Counter())
     assert sum(1 for _ in found) == 150_000
 
 

@@ -27,6 +27,7 @@ from throughline.data.backends import BACKENDS
 from throughline.data.export import export_store
 from throughline.data.ingest import dedup as dedup_module
 from throughline.data.ingest.dedup import dedup
+from throughline.data.ingest.inputs import expand_inputs
 from throughline.data.ingest.readers import ReadOptions
 from throughline.data.ingest.text import split_sentences
 from throughline.data.ingest.tokenize import tokenize
@@ -102,7 +103,9 @@ def near_copy(text: str) -> str:
     return text.replace("word17 ", "other ")
 
 
-def test_dedup_keeps_the_first_and_counts_per_source(tmp_path: Path) -> None:
+def test_dedup_keeps_the_first_and_counts_per_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = np.random.default_rng(1)
     texts = [" ".join(f"word{i}" for i in rng.integers(0, 500, 150)) for _ in range(40)]
     long = " ".join(f"word{i}" for i in range(200))
@@ -121,7 +124,12 @@ def test_dedup_keeps_the_first_and_counts_per_source(tmp_path: Path) -> None:
         with zstandard.open(path, "rt") as file:
             kept += [json.loads(line)["text"] for line in file]
     assert kept == [*texts[:20], long, *texts[20:]]
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == found["sources"]
+    assert json.loads((tmp_path / "out" / ".report.json").read_text()) == found["sources"]
+    capsys.readouterr()
+    assert (
+        len(expand_inputs([str(tmp_path / "out")])) == len(expand_inputs([str(tmp_path / "out" / "*")])) == 2
+    )
+    assert not capsys.readouterr().err  # the report is taken for no text
     assert dedup(inputs, None, options, dry_run=True)["near"] == 0
 
 
@@ -229,7 +237,7 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
     assert made["complete"] and made["tokens"] > 1000 and made["counts"]["replaced"] == 0
     assert call("inspect", out)["tokens"] == made["tokens"]
     assert call("export", out, "--to", "olmo", "--out", str(tmp_path / "olmo"))["files"] == ["00000.npy"]
-    assert call("dedup", text, "--dry-run")["exact"] == 6
+    assert call("dedup", text, "--documents", "block", "--dry-run")["exact"] == 6
     assert call("tokenizer", tok, "--type", "import", "--out", str(tmp_path / "again"))["vocab_size"] == 300
     for arguments, code, said in (
         (["tokenize", str(tmp_path / "no.txt"), "--tokenizer", tok, "--out", out + "2"], 2, "no such input"),

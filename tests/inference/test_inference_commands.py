@@ -291,6 +291,10 @@ def test_embed_keeps_a_row_for_every_record(bert_dir: Path, tmp_path: Path) -> N
     table = pyarrow.parquet.read_table(tmp_path / "v.parquet").to_pylist()
     assert code == 1 and [row["n"] for row in table] == [0, 1, 2] and table[0]["embedding"] is None
     np.testing.assert_allclose(table[1]["embedding"], array[1], atol=1e-6)
+    source.write_text(json.dumps({"doc": {"text": "A model"}}) + "\n")
+    code, said = run("embed", bert_dir, source, "--field", "doc.text", "--out", tmp_path / "inside.npy")
+    assert code == 0, said
+    np.testing.assert_allclose(np.load(tmp_path / "inside.npy")[0], array[1], atol=1e-6)
     for words in (["--chunk", "--out", tmp_path / "c.npy"], ["--chunk"]):
         file = source if "--out" in words else tmp_path / "lines.txt"
         (tmp_path / "lines.txt").write_text("a\n")

@@ -38,14 +38,16 @@ class DataSection(Section):
     """Artifact, model directory or tokenizer.json with which text is tokenised into the run's cache; "" trains one on
     the files of text that `train` names.
     """
-    documents: Literal["file", "line", "block"] = "block"
-    """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
+    documents: Literal["file", "line", "block"] = "file"
+    """Text: what a document of a .txt or .md file is: the file, a line, or a block between blank lines."""
     field: str = "text"
     """Text: field of .jsonl, column of .csv, .tsv and .parquet."""
     split: str = "train"
     """Text: split of a data set that is read."""
     unwrap: bool = False
     """Text: join the hard-wrapped lines of a paragraph with spaces."""
+    skip_front_matter: bool = False
+    """Text: leave out the front matter of .md files."""
     validation: str = ""
     """Token store to validate on, or text; "" holds out the end of what is trained on instead."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -61,7 +63,7 @@ class DataSection(Section):
         """How text becomes documents."""
         from ...data.ingest.readers import ReadOptions
 
-        return ReadOptions(self.documents, self.field, self.split, self.unwrap)
+        return ReadOptions(self.documents, self.field, self.split, self.unwrap, self.skip_front_matter)
 
     def sources(self) -> list[Source]:
         """The training stores, each with its weight, if any."""

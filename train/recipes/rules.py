@@ -92,7 +92,8 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
         unweighted = next(source.path for source in recipe.data.sources() if source.weight is None)
         fix = "give every store a weight, or none: each is then read in proportion to its size"
         yield Problem("data.train", f"{unweighted} has no weight, and another store has one", fix)
-    of_text = [key for key in ("documents", "field", "split", "unwrap") if _is_changed(recipe.data, key)]
+    reading = ("documents", "field", "split", "unwrap", "skip_front_matter")
+    of_text = [key for key in reading if _is_changed(recipe.data, key)]
     has_text = recipe.data.tokenizer or any(is_text(source.path) for source in recipe.data.sources())
     if of_text and not has_text:
         text = f"{' and '.join(of_text)} belongs to text, and these are token stores"
