@@ -1,7 +1,9 @@
 """`throughline show|verify|report|compare`: what is there already, looked at, checked, and held beside another."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from operator import attrgetter
 
 import click
@@ -9,13 +11,17 @@ import click
 from ..core import console
 from ..core.artifact import Input, chain, is_artifact, read_manifest, verify_artifact
 from ..core.errors import WrongUse
-from .common import option, throughline_command
+from .common import flag, option, throughline_command
+
+MOST_INPUTS = 8  # files beside one another that `show` lists
+Link = tuple[int, Input, bool | None]  # depth, what it was made from, whether that is unchanged
 
 
 @click.command()
 @click.argument("path", type=click.Path())
+@flag("--inputs list_inputs", "List every file that it was made from, however many there are.")
 @throughline_command
-def show(path: str) -> None:
+def show(path: str, list_inputs: bool) -> None:
     """Print an artifact's manifest and its provenance.
 
     \b
@@ -34,12 +40,25 @@ def show(path: str) -> None:
     ]
     if rows:
         lines.append("  made from")
-        lines += [
-            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{_state(item, same)}"
-            for depth, item, same in rows
-        ]
+        lines += _provenance(rows, list_inputs)
     made_from = [{"depth": depth, **asdict(item), "unchanged": same} for depth, item, same in rows]
     console.result(asdict(manifest) | {"hash": manifest.hash, "chain": made_from}, lines)
+
+
+def _provenance(rows: Sequence[Link], list_inputs: bool) -> list[str]:
+    """A line for each link of the chain; of many files beside one another one, and one for each that has changed."""
+    lines = []
+    for (depth, kind), group in groupby(rows, key=lambda row: (row[0], row[1].kind)):
+        links, indent = list(group), "  " * (depth + 1)
+        if kind == "foreign" and len(links) > MOST_INPUTS and not list_inputs:
+            folder = os.path.commonpath([item.path for _, item, _ in links])
+            lines.append(f"{indent}foreign  {len(links):,} files in {folder} (--inputs lists them)")
+            links = [link for link in links if link[2] is False]
+        lines += [
+            f"{indent}{item.kind}  {item.path}  {item.hash[:12]}{_state(item, same)}"
+            for _, item, same in links
+        ]
+    return lines
 
 
 def _state(item: Input, same: bool | None) -> str:

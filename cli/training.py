@@ -98,8 +98,13 @@ def train(
         figures["steps skipped"] = summary["skipped_steps"]
     told = {name: figure_text(value) for name, value in figures.items()}
     told["tokens/s"] = f"{summary['tokens_per_s']:,.0f}"
-    lines = [f"{name:<26}{text}" for name, text in told.items()]
-    console.result(summary, [*lines, f"run in {directory}; report: {directory / 'report.html'}"])
+    console.result(summary, [*figure_lines(told), f"run in {directory}; report: {directory / 'report.html'}"])
+
+
+def figure_lines(figures: dict[str, str]) -> list[str]:
+    """A line for each figure, the values below one another."""
+    width = max(map(len, figures)) + 2
+    return [f"{name:<{width}}{text}" for name, text in figures.items()]
 
 
 @click.command()

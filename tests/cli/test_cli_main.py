@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from throughline.cli.common import throughline_command
 from throughline.cli.demo import check_text, road
 from throughline.cli.main import ELSEWHERE, VERBS, main
+from throughline.cli.training import figure_lines
 from throughline.core import console, hardware
 from throughline.core.artifact import create_artifact, input_record
 from throughline.core.errors import WrongUse
@@ -217,3 +218,27 @@ def test_no_command_hides_behind_a_hint() -> None:
     """A name that is a command now is no hint any more, and each name has one."""
     names = " ".join(ELSEWHERE.values()).split()
     assert not set(names) & set(VERBS) and len(names) == len(set(names))
+
+
+def test_show_counts_many_input_files(tmp_path: Path) -> None:
+    """One line for a folder of files and one for each that has changed since; --inputs and --json have them all."""
+    (tmp_path / "notes").mkdir()
+    for number in range(60):
+        (tmp_path / "notes" / f"note {number}.md").write_text(f"note {number}")
+    records = [input_record(file) for file in sorted((tmp_path / "notes").iterdir())]
+    with create_artifact(tmp_path / "made", "tokens", inputs=records):
+        pass
+    (tmp_path / "notes" / "note 7.md").write_text("another")
+    out = CliRunner().invoke(main, ["show", str(tmp_path / "made")]).stdout
+    assert f"60 files in {tmp_path / 'notes'}" in out and out.count(".md") == 1 and "note 7.md" in out
+    assert CliRunner().invoke(main, ["show", str(tmp_path / "made"), "--inputs"]).stdout.count(".md") == 60
+    found = json.loads(CliRunner().invoke(main, ["show", str(tmp_path / "made"), "--json"]).stdout)
+    assert len(found["chain"]) == 60
+
+
+def test_the_figures_of_a_run_stand_in_two_columns() -> None:
+    """The names of tasks' scores are longer than those of losses."""
+    names = {"loss": "2.1", "validation perplexity": "8.2", "lambada_openai/perplexity_stderr": "2.80483e+11"}
+    lines = figure_lines(names)
+    assert [line.split() for line in lines] == [[*name.split(), value] for name, value in names.items()]
+    assert len({line.rindex(" ") for line in lines}) == 1

@@ -4,10 +4,12 @@ import importlib.util
 import json
 import re
 import sys
+import time
 import timeit
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -64,7 +66,24 @@ def test_a_dtype_without_products_is_measured_small(
     """A large product of bf16 takes seconds where the processor has none: nobody waits for it at the start of a run."""
     monkeypatch.setattr(timeit, "repeat", lambda *_, **__: [9.0, seconds])
     flops, source = peak_flops(torch.device("cpu"), "bf16")
-    assert flops == 2 * size**3 / seconds and f" {size} wide" in source
+    threads = torch.get_num_threads()
+    assert flops == threads * 2 * size**3 / seconds and f" {size} wide" in source
+
+
+def test_the_peak_of_a_cpu_is_not_lowered_by_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time in which this process does not run is none of the product's: here a nap beside each one, as of a CPU that
+    another program has. The number of threads is as before.
+    """
+    threads, real = torch.get_num_threads(), timeit.repeat
+
+    def interrupted(statement: str, **how: Any) -> list[float]:
+        how["globals"] |= {"nap": time.sleep}
+        return real(f"{statement}; nap(0.005)", **how)
+
+    alone, _ = peak_flops(torch.device("cpu"), "fp32")
+    monkeypatch.setattr(timeit, "repeat", interrupted)
+    busy, _ = peak_flops(torch.device("cpu"), "fp32")
+    assert busy > alone / 2 and torch.get_num_threads() == threads
 
 
 def test_a_share_above_the_peak_is_not_told() -> None:

@@ -132,7 +132,11 @@ class PhaseMemory:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """FLOP/s for utilisation and their source: a GPU's peak in chips.toml, a CPU's best of a few products (20 ms)."""
+    """FLOP/s for utilisation and their source: a GPU's peak in chips.toml, a CPU's best of a few products (20 ms).
+
+    A product is timed on one thread by that thread's CPU time, which other programs do not lengthen, and counts for all
+    threads. By the clock it took ten times as long on two cores at a load of 15.
+    """
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         chip = find_chip(facts.name, facts.total_memory)
@@ -140,12 +144,21 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
             return 0.0, "unknown"
         return chip.tflops[precision] * 1e12, f"{chip.name}, dense {precision}"
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
-    for size in (192, 768):
-        a = torch.ones(size, size, dtype=dtype)
-        best = min(timeit.repeat("a @ a", globals={"a": a}, number=1, repeat=5))  # the first one is slow
-        if best > 3e-3:  # a CPU without products of this dtype, where a large one takes seconds
-            break
-    return 2 * size**3 / best, f"measured matrix product, {size} wide, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for size in (192, 768):
+            a = torch.ones(size, size, dtype=dtype)
+            # the first one is slow
+            best = min(timeit.repeat("a @ a", timer=time.thread_time, globals={"a": a}, number=1, repeat=5))
+            if best > 3e-3:  # a CPU without products of this dtype, where a large one takes seconds
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return (
+        threads * 2 * size**3 / best,
+        f"matrix product, {size} wide, by a thread's CPU time, x {threads} threads",
+    )
 
 
 class StepReport:
@@ -245,7 +258,7 @@ class StepReport:
         self.last = self.metrics.add(record | {name: value for name, value in told.items() if value})
 
     def _mfu(self, rate: float) -> float | None:
-        """None above 1 too: that peak was measured while other programs took the processor."""
+        """None without a peak, and above 1: no product here is as fast as what that peak was measured with."""
         share = rate * self._flops_per_token / self.peak if self.peak else math.inf
         return round(share, 4) if share <= 1 else None
 
