@@ -43,6 +43,9 @@ class OnnxCausal:
     name = "onnxruntime"
     device = "cpu"
     limits = Limits()
+    copied_when_bound = (
+        False  # whether the session copies inputs when they are bound: they are bound for each call
+    )
 
     def __init__(self, session: Any, config: GPTConfig, dtype: str = "fp32") -> None:
         self.session, self.dtype = session, dtype
@@ -134,8 +137,13 @@ class OnnxCausal:
 
         shapes = {"input_ids": (rows, length), "past_length": (rows,), "logit_positions": (rows, asked)}
         inputs = {name: self.zeros(shape, np.int64) for name, shape in shapes.items()}
-        for name, buffer in inputs.items():
-            binding.bind_input(name, *place(buffer, np.int64))
+
+        def bind_inputs() -> None:
+            for name, buffer in inputs.items():
+                binding.bind_input(name, *place(buffer, np.int64))
+
+        if not self.copied_when_bound:
+            bind_inputs()
         logits = self.zeros((rows, asked, self.vocab_size), np.float32)
         binding.bind_output("logits", *place(logits, np.float32))
         for name, store in cache.stores.items():
@@ -147,6 +155,8 @@ class OnnxCausal:
             for buffer, value in zip(inputs.values(), values):
                 buffer[...] = beside(buffer, np.ascontiguousarray(value, np.int64))
             self.written()
+            if self.copied_when_bound:
+                bind_inputs()
             self.session.run_with_iobinding(binding)
             return logits
 

@@ -2,7 +2,7 @@
 crosses the bus are ids and what was asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,11 @@ def wait(device: str) -> None:
 
 
 class CudaCausal(OnnxCausal):
-    """A GPT graph in a GPU's memory (`core.backend.CausalBackend`)."""
+    """A GPT graph in a GPU's memory (`core.backend.CausalBackend`). ONNX Runtime computes shapes, and what of them
+    depends on `past_length`, on the host: it copies such an input while it is bound.
+    """
+
+    copied_when_bound = True
 
     def __init__(self, session: Any, config: GPTConfig, dtype: str, device: str) -> None:
         super().__init__(session, config, dtype)
@@ -93,6 +97,7 @@ class CudaEncoder(OnnxEncoder):
             call.pinned[name].numpy()[...] = value
             call.inside[name].copy_(call.pinned[name], non_blocking=True)
         wait(self.device)
+        self._bind(call, feeds, call.binding.bind_input, np.int64)
         self.session.run_with_iobinding(call.binding)
         for name in names:
             call.pinned[name].copy_(call.inside[name], non_blocking=True)
@@ -100,19 +105,24 @@ class CudaEncoder(OnnxEncoder):
         return [call.pinned[name].numpy().copy() for name in names]
 
     def _bound(self, feeds: dict[str, np.ndarray]) -> Resident:
+        """Memory for calls of this shape. Outputs are bound once; inputs in `run`, as `CudaCausal` says."""
         rows, tokens = feeds["input_ids"].shape
         asked = feeds["logit_positions"].shape[1] if "logit_positions" in feeds else 0
         call = Resident(self.session.io_binding(), {}, {})
-        shapes: dict[str, Any]
-        shapes = {name: (call.binding.bind_input, value.shape, np.int64) for name, value in feeds.items()}
+        for name, value in feeds.items():
+            call.inside[name] = torch.empty(value.shape, dtype=torch.int64, device=self.device)
+        outputs = [given.name for given in self.session.get_outputs()]
         for given in self.session.get_outputs():
             free = (rows, asked if given.name == "mlm_logits" else tokens)
             shape = tuple(dim if isinstance(dim, int) else free[i] for i, dim in enumerate(given.shape))
-            shapes[given.name] = (call.binding.bind_output, shape, np.float32)
-        kind, _, number = self.device.partition(":")
-        for name, (bind, shape, element) in shapes.items():
-            dtype = torch.int64 if element is np.int64 else torch.float32
-            call.inside[name] = inside = torch.empty(shape, dtype=dtype, device=self.device)
-            place = inside.data_ptr() or self._spare.data_ptr()
-            bind(name, kind, int(number or 0), element, tuple(shape), place)
+            call.inside[given.name] = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._bind(call, outputs, call.binding.bind_output, np.float32)
         return call
+
+    def _bind(self, call: Resident, names: Iterable[str], bind: Callable[..., None], element: type) -> None:
+        """Give the session the addresses of these tensors."""
+        kind, _, number = self.device.partition(":")
+        for name in names:
+            tensor = call.inside[name]
+            address = tensor.data_ptr() or self._spare.data_ptr()
+            bind(name, kind, int(number or 0), element, tuple(tensor.shape), address)
