@@ -1,4 +1,4 @@
-"""The backends for graphs in a GPU's memory, on a CPU, with a session that treats inputs as ONNX Runtime does on CUDA."""
+"""Backends for graphs in a GPU's memory, on a CPU: the session treats inputs as ONNX Runtime does on CUDA."""
 
 import ctypes
 from pathlib import Path
