@@ -78,9 +78,23 @@ class AttentionPattern:
         block = self.global_blocks + taken + (taken >= left) * (rows + reach + 1 - left - self.global_blocks)
         return block * (room > 0) - (room == 0) * 1
 
-    def widest(self, length: int) -> int:
-        """Columns of the band that is left of a (length, length) square; global tokens count as one stripe."""
-        return min(length, 2 * self.window + (self.global_blocks + self.random_blocks) * self.block)
+    def keys_per_query(self, length: int, causal: bool) -> float:
+        """Keys that a query sees, the mean over a row of `length` tokens. Exact for a causal sliding window, with global
+        blocks too, and for the band of an encoder; blocks drawn at random and an encoder's global blocks count as if
+        no token saw them twice.
+        """
+        blocks = self.global_blocks * self.block
+        if self.kind == "fixed":
+            window = min(self.window, length)
+            others = length / window - 1  # fixed stretches beside the query's own
+            return (window + 1) / 2 + blocks * others / 2 if causal else window + blocks * others
+        drawn = self.random_blocks * self.block
+        if causal:  # query i sees itself and the i keys before it, at most `reach` in all
+            reach = min(self.window + blocks + drawn, length)
+            return reach - reach * (reach - 1) / (2 * length)
+        reach = min(self.window, length)
+        band = 2 * (reach - reach * (reach - 1) / (2 * length)) - 1
+        return min(band + blocks + drawn, length)
 
 
 # fields of a GPT-2, a Llama or a BERT among those that come late, and one that shapes nothing
@@ -334,15 +348,16 @@ class TransformerConfig:
         """Forward and backward through all blocks, for one token of a sequence of this length.
 
         Forward: 2 FLOPs per weight, and 2 S A D each for the scores and for the weighted sum; backward: twice
-        that. Attention is counted over the whole square (of a pattern: over the band that it leaves), causal
-        or not, as the published figures do (Narayanan et al. 2021, section 5.1 and appendix, without the
+        that. Attention is counted over the whole square (of a pattern: over the band that it leaves to an encoder),
+        causal or not, as the published figures do (Narayanan et al. 2021, section 5.1 and appendix, without the
         recomputed forward; the same convention as Chowdhery et al. 2022, appendix B).
         """
         blocks, pattern = self.block_count, self.attention_pattern
-        keys = blocks * sequence_length
+        keys = float(blocks * sequence_length)
         if pattern is not None:
             near = self.windowed_layers
-            keys = near * pattern.widest(sequence_length) + (blocks - near) * sequence_length
-        attention = 2 * keys * self.heads * (self.head_size + self.value_size)
+            band = pattern.keys_per_query(sequence_length, causal=False)
+            keys = near * band + (blocks - near) * sequence_length
+        attention = round(2 * keys) * self.heads * (self.head_size + self.value_size)
         matrices = blocks * self.block_matrix_parameters() + self.expert_parameters(active=True)
         return 3 * (2 * matrices + attention)

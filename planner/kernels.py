@@ -176,14 +176,16 @@ def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kerne
 
 
 def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
-    """The attention core. Fused kernels skip the masked half of a causal square; batched products do not."""
+    """The attention core. Fused kernels skip what a causal mask or window leaves out; batched products skip a band's
+    outside alone.
+    """
     size, heads = software.precision.activation, config.heads / share.tensor
     pattern = config.attention_pattern
     causal = software.fused_attention and not isinstance(config, BERTConfig)
-    seen = share.length * (0.5 if causal else 1.0)
+    seen = share.length * (0.5 if causal else 1.0)  # keys of a query: the mean over a row
     if pattern is not None:  # the mean of the layers
         near = config.windowed_layers / config.block_count
-        seen = near * pattern.widest(int(np.max(share.length))) + (1 - near) * seen
+        seen = near * pattern.keys_per_query(int(np.max(share.length)), causal) + (1 - near) * seen
     scores = share.tokens * seen * heads
     flops = 4.0 * scores * config.head_size
     inputs = 4.0 * size * share.tokens * heads * config.head_size

@@ -68,6 +68,18 @@ def sustained_share(chip: Chip, constants: ServeConstants) -> float:
     return min(1.0, math.sqrt(available / chip.process_nm / constants.watts_per_tflop_nm))
 
 
+def mean_keys(config: ModelConfig, tokens: int, seen: int) -> float:
+    """Keys that a new position attends to, in the mean layer: of whole rows what a causal mask or a window leaves."""
+    if tokens != seen:
+        return seen
+    causal, pattern = not isinstance(config, BERTConfig), config.attention_pattern
+    keys = seen * (0.5 if causal else 1.0)
+    if pattern is None:
+        return keys
+    near = config.windowed_layers / config.block_count
+    return near * pattern.keys_per_query(seen, causal) + (1 - near) * keys
+
+
 def forward_seconds(
     config: ModelConfig,
     cluster: Cluster,
@@ -98,9 +110,9 @@ def forward_seconds(
         wide = wide / tensor
         return product(width, ups * wide, count, matrices) + product(wide, width, count, matrices)
 
-    causal = 0.5 if not isinstance(config, BERTConfig) and tokens == seen else 1.0
+    attended = mean_keys(config, tokens, seen)
     cached = cache_number(precision, dtype) * 2.0 * batch * seen * keys
-    core = max(4.0 * causal * rows * seen * heads / half, cached / stream)
+    core = max(4.0 * rows * attended * heads / half, cached / stream)
     layer = product(width, heads + 2 * keys, rows) + product(heads, width, rows)
     layer += core + 3 * constants.launch_s
     mixed = has_experts(config)
