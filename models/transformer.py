@@ -79,9 +79,9 @@ class AttentionPattern:
         return block * (room > 0) - (room == 0) * 1
 
     def keys_per_query(self, length: int, causal: bool) -> float:
-        """Keys that a query sees, the mean over a row of `length` tokens. Exact for a causal sliding window, with global
-        blocks too, and for the band of an encoder; blocks drawn at random and an encoder's global blocks count as if
-        no token saw them twice.
+        """Keys that a query sees, the mean over a row of `length` tokens. Exact for a causal sliding window, with
+        global blocks too, and for the band of an encoder; blocks drawn at random and an encoder's global blocks count
+        as if no token saw them twice.
         """
         blocks = self.global_blocks * self.block
         if self.kind == "fixed":

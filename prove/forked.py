@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..train.parallel.launch import free_port
+from ..train.parallel.launch import end_with_parent, free_port
 
 
 def warm() -> None:
@@ -76,6 +76,7 @@ def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0)
 
 
 def _child(rank: int, world: int, port: int, function: Callable[[], Any], writing: Connection) -> None:
+    end_with_parent()
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -19,7 +19,7 @@ from ..data.dataset import Loader
 from .build import RunPlan, build_trainer
 from .checkpoints.changes import check_rate, rates_around, recorded_changes
 from .checkpoints.checkpoint import CheckpointWriter, restore
-from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, open_run, verified_share
+from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, check_owners, open_run, verified_share
 from .divergence import Divergence
 from .engine import SIGNALS, Engine
 from .logs.metrics import Metrics, StepReport
@@ -65,6 +65,7 @@ def train(
 
         ranks.first_decides(lock)  # a directory in use ends all processes with the one message of the first
         before = ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
+        check_shared(workspace, ranks)
         world = ranks.mesh.world
         shares = ranks.gathered(verified_share(workspace.path / "checkpoints", world.rank, world.size))
         check = partial(check_rate, plan.recipe, before, workspace.path)
@@ -80,6 +81,13 @@ def train(
             restore(checkpoint, trainer, before.train.steps if before else None)
             say(f"resumed at step {trainer.step:,} from {checkpoint}")
         return Run(plan, workspace, trainer, evaluators, profile, ranks, before).to_the_end()
+
+
+def check_shared(workspace: RunWorkspace, ranks: Ranks) -> None:
+    """Raise Refused unless every process sees the run's directory that the first one has claimed. Collective."""
+    if not ranks.alone:
+        seen = ranks.gathered(workspace.seen_owner())
+        ranks.first_decides(lambda: check_owners(workspace.path, ranks.token, seen))
 
 
 class Run:

@@ -18,7 +18,6 @@ from .recipes.resolved import described, model_config, model_family, predicted_m
 from .recipes.rules import RULES
 
 Change = tuple[str, dict[str, Any], dict[str, Any], bool]  # its text, fields of train and of parallel, joined
-FEWER_ROWS: Change = "train.micro_batch_rows = 1 (same result)", {"micro_batch_rows": 1}, {}, False
 RECOMPUTE: Change = 'train.recompute = "full" (a third more time)', {"recompute": "full"}, {}, False
 OF_PHASE = {  # the moments that an allocation of a phase adds to
     "forward": ("loss",),
@@ -94,17 +93,41 @@ def _saving(
     return found
 
 
+def micro_batch_change(rows: int) -> Change:
+    """The change to a micro-batch of so many rows."""
+    return f"train.micro_batch_rows = {rows} (same result)", {"micro_batch_rows": rows}, {}, False
+
+
+def _largest_micro_batch(recipe: Recipe, config: ModelConfig, device: str, total: int) -> int:
+    """The largest legal micro-batch below the recipe's that fits into `total` bytes; 1 where none does."""
+    now = recipe.train.rows_per_micro_batch
+    for rows in range(now - 1, 1, -1):
+        if recipe.train.rows_per_step % rows:
+            continue
+        changed = recipe.model_copy(
+            update={"train": recipe.train.model_copy(update={"micro_batch_rows": rows})}
+        )
+        if not any(list(rule(changed)) for rule in RULES) and _need(config, changed, device) <= total:
+            return rows
+    return 1
+
+
+def _need(config: ModelConfig, recipe: Recipe, device: str) -> int:
+    return sum(predicted_memory(config, recipe, device).values())
+
+
 def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
     """The three cheapest changes of a run that has not started."""
+    fewer = micro_batch_change(_largest_micro_batch(recipe, config, device, total))
     bf16: Change = 'train.precision = "bf16"', {"precision": "bf16"}, {}, True
-    found = _saving(recipe, config, device, (FEWER_ROWS, RECOMPUTE, bf16), tuple(MOMENTS))
+    found = _saving(recipe, config, device, (fewer, RECOMPUTE, bf16), tuple(MOMENTS))
     lines = [line for line, _ in found]
     if all(size > total for _, size in found):  # then only a smaller model helps
         needs = {}
         for name in preset_names(model_family(recipe)):
             model = recipe.model.model_copy(update={"preset": name, "overrides": {}})
             other = recipe.model_copy(update={"model": model})
-            needs[name] = sum(predicted_memory(model_config(other), other, device).values())
+            needs[name] = _need(model_config(other), other, device)
         if fitting := [name for name, size in needs.items() if size <= total]:
             largest = max(fitting, key=lambda name: preset(name).parameter_count())
             fits = f'model.preset = "{largest}", the largest that fits: {amount(needs[largest], "B")}'
@@ -121,7 +144,7 @@ def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Seque
         text = f"parallel.data = 2, {text} (on {2 * layout.world} processes: throughline launch)"
         fewer = {"micro_batch_rows": math.gcd(train.rows_per_step // 2, train.rows_per_micro_batch)}
         more = {"data": 2}
-    tries = [FEWER_ROWS, RECOMPUTE, (text, fewer, {"sharding": sharding} | more, False)]
+    tries = [micro_batch_change(1), RECOMPUTE, (text, fewer, {"sharding": sharding} | more, False)]
     if not train.offload:
         tries.append(("train.offload = true (the update on the host)", {"offload": True}, {}, True))
     nothing = "more memory, or a smaller model in another directory: nothing that may change here saves any"

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from throughline.core.errors import WrongUse
 from throughline.planner.layout import Layout
-from throughline.train.parallel.mesh import ALONE, Mesh, make_mesh
+from throughline.train.parallel import launch, ranks
+from throughline.train.parallel.mesh import ALONE, Mesh, make_mesh, own_device
 
 LAYOUTS = (
     Layout(data=3),
@@ -60,3 +62,50 @@ def test_all_processes_split_alike(layout: Layout, monkeypatch: pytest.MonkeyPat
         assert mesh.ends.size == (1 if layout.pipeline == 1 or inside else 2) and (
             mesh.ends is ALONE or not inside
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "index"),
+    [
+        ({"LOCAL_RANK": "3"}, 4, 3),  # srun's usual prologue
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, 3),
+        ({"LOCAL_RANK": "3"}, 1, 0),  # srun --gpus-per-task=1 shows each its own
+        ({"LOCAL_RANK": "0"}, 4, 0),
+        ({}, 4, None),
+    ],
+)
+def test_a_process_takes_the_gpu_of_its_local_rank(
+    given: dict[str, str], gpus: int, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without LOCAL_WORLD_SIZE too: else all processes of a machine would take the first GPU."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert own_device(torch.device("cuda")).index == index
+    assert taken == ([] if index is None else [index])
+    assert own_device(torch.device("cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("given", [{"LOCAL_RANK": "5"}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "6"}])
+def test_more_processes_than_gpus_are_refused(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(WrongUse, match="6 processes on this machine, and 4 GPUs"):
+        own_device(torch.device("cuda"))
+
+
+def test_a_process_of_another_launcher_is_not_bound_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts processes from a worker thread would end them with that thread."""
+    bound: list[bool] = []
+    monkeypatch.setattr(launch, "end_with_parent", lambda: bound.append(True))
+    monkeypatch.setattr(ranks, "start_group", lambda *_: None)
+    monkeypatch.setattr(ranks, "make_mesh", lambda *_: Mesh(Layout(), torch.device("cpu")))
+    ranks.Ranks.start(Layout(data=2), torch.device("cpu"))
+    assert not bound
+    launch.begin(None)
+    assert bound

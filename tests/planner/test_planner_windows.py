@@ -48,7 +48,10 @@ def test_the_kernel_does_the_products_of_the_pairs(window: int, layers: str) -> 
     """4 D FLOPs forward for each pair and head; alternating layers by their share. A window never costs more than
     none, but for the diagonal, which the count of a whole triangle leaves out.
     """
-    length, config = 1024, GPTConfig(layers=6, width=64, heads=2, attention_window=window, layer_pattern=layers)
+    length, config = (
+        1024,
+        GPTConfig(layers=6, width=64, heads=2, attention_window=window, layer_pattern=layers),
+    )
     software = find_software("throughline", "bf16")
     (kernel, _) = attention(config, Share(1.0, float(length)), software)
     near = (layers or "l").count("l") / len(layers or "l")

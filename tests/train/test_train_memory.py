@@ -130,6 +130,25 @@ def test_a_model_larger_than_memory_is_refused_with_three_changes(
     assert "optimizer" in caught.value.why
 
 
+def test_a_refusal_advises_the_largest_micro_batch_that_fits(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the planner's own sum says, tried one by one."""
+    overrides = {"layers": 4, "width": 256, "heads": 4}
+    recipe = make_recipe(train={"batch_rows": 48, "sequence_length": 256}, model={"overrides": overrides})
+    config = model_config(recipe, 64)
+
+    def need(rows: int) -> int:
+        train_section = recipe.train.model_copy(update={"micro_batch_rows": rows})
+        return sum(predicted_memory(config, recipe.model_copy(update={"train": train_section})).values())
+
+    for rows in (2, 8, 12, 24):
+        monkeypatch.setattr(memory, "memory_limit_bytes", lambda rows=rows: need(rows))
+        with pytest.raises(Refused) as caught:
+            memory.check_memory(config, recipe, torch.device("cpu"))
+        assert f"train.micro_batch_rows = {rows} (same result)" in caught.value.fix
+
+
 def test_running_out_of_memory_names_the_phase_and_the_way_out(
     make_plan: Callable[..., RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe, describe, dump_toml
+from throughline.train.optimizers.build import learning_rate_factor
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import model_config, resolve
 from throughline.train.recipes.rules import RULES
@@ -134,3 +135,36 @@ def test_recipes_are_checked_without_torch(root: Path) -> None:
         f"resolve(build_recipe({tree()!r}, Recipe, RULES))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root.parent)
+
+
+def test_a_warm_up_is_measured_in_whole_batches() -> None:
+    """400 steps of a batch that grows to 16 rows over 3,000 are 102 whole batches: 350 of warm-up would never end."""
+    ramp = {"start_rows": 2, "step_rows": 2, "over_rows": 3000}
+    grown = {"steps": 400, "sequence_length": 32, "batch_rows": 16, "micro_batch_rows": 2, "batch_ramp": ramp}
+    whole = build_recipe(tree(train=grown), Recipe, RULES).train
+    batches = whole.rows_before(400) // 16
+    build_recipe(tree(train=grown, schedule={"warmup_steps": batches - 1}), Recipe, RULES)
+    for schedule, key in (
+        ({"warmup_steps": 350}, "schedule.warmup_steps"),
+        ({"warmup_steps": batches}, "schedule.warmup_steps"),
+        ({"warmup_steps": batches // 2, "decay_steps": batches - batches // 2 + 1}, "schedule.decay_steps"),
+    ):
+        with pytest.raises(WrongUse) as caught:
+            build_recipe(tree(train=grown, schedule=schedule), Recipe, RULES)
+        assert f"[{key}]" in caught.value.why and f"{batches} whole batches" in caught.value.why
+
+
+def test_a_decay_from_the_start_contains_the_warm_up() -> None:
+    """A published BERT schedule, spelled out, is the one that it is by default; a decay beyond the run is none."""
+    schedule = {"kind": "polynomial", "warmup_steps": 30, "decay_from_start": True, "final_fraction": 0.0}
+    run = {"steps": 100, "sequence_length": 32, "batch_rows": 4}
+    usual = build_recipe(tree(train=run, schedule=schedule), Recipe, RULES)
+    spelled = build_recipe(tree(train=run, schedule=schedule | {"decay_steps": 100}), Recipe, RULES)
+    for step in range(100):
+        assert learning_rate_factor(step, spelled) == learning_rate_factor(step, usual)
+    with pytest.raises(WrongUse) as caught:
+        build_recipe(tree(train=run, schedule=schedule | {"decay_steps": 101}), Recipe, RULES)
+    assert "at most 100" in caught.value.why
+    with pytest.raises(WrongUse):  # wsd's decay comes after the peak, wherever others are counted from
+        wsd = schedule | {"kind": "wsd", "decay_steps": 80}
+        build_recipe(tree(train=run, schedule=wsd), Recipe, RULES)

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -25,6 +26,9 @@ MAY_CHANGE = re.compile(
     r"train\.(steps|eval_|stop_after_skipped|micro_batch_rows|recompute|compile|offload|device|deterministic)"
     r"|(parallel|evaluation|checkpoint|log|target)\."
     r"|(optimizer\.(learning_rate|matrix_learning_rate)|train\.clip_norm)$"
+)
+SHOWN_SECONDS = (
+    10.0  # until a file that one machine has written is shown on another: NFS keeps names for seconds
 )
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 OWNER = ".owner"  # the token of the start that writes the run's directory
@@ -59,10 +63,23 @@ class RunWorkspace(Workspace):
         # of processes that were killed, perhaps more than there are now
         shutil.rmtree(self.path / HEARTBEAT, ignore_errors=True)
 
+    def seen_owner(self) -> tuple[str, str]:
+        """This machine's name, and the token of the directory's owner as it is seen here ("" for none). A network file
+        system may show a new file late.
+        """
+        file, end = self.path / OWNER, time.monotonic() + SHOWN_SECONDS
+        while (found := file.read_text() if file.is_file() else "") != self.token and time.monotonic() < end:
+            time.sleep(0.05)
+        return socket.gethostname(), found
+
     def check_owner(self) -> None:
         """Raises Refused when the run was started again elsewhere since."""
         file = self.path / OWNER
-        found = file.read_text() if file.exists() else "nobody"
+        found = file.read_text() if file.exists() else ""
+        if not found:
+            what, why = "the run's directory was removed or emptied", f"{file} is not there any more"
+            fix = "restore the directory, and give the same command again"
+            raise Refused(what, where=self.path, why=why, fix=fix)
         if found != self.token:
             what = "another start of this run has taken over its directory"
             why = f"this one is {self.token}, the directory belongs to {found}"
@@ -80,6 +97,20 @@ class RunWorkspace(Workspace):
         self.check_owner()
         (self.path / OWNER).unlink()
         return super().finish(*arguments, **options)
+
+
+def check_owners(directory: Path, token: str, seen: Sequence[tuple[str, str]]) -> None:
+    """Raise Refused when a process does not see the token that the first one has written into the run's directory.
+    `seen`: machine and token by process.
+    """
+    apart = [(rank, machine) for rank, (machine, found) in enumerate(seen) if found != token]
+    if apart:
+        rank, machine = apart[0]
+        others = f", and {len(apart) - 1} more" if len(apart) > 1 else ""
+        what = "the processes do not share the run's directory"
+        why = f"process {rank} on {machine}{others} does not see the file {OWNER} that process 0 on {seen[0][0]} wrote"
+        fix = "--run-dir DIRECTORY on a file system that every machine mounts at the same path (NFS, Lustre, ...)"
+        raise Refused(what, where=directory, why=why, fix=fix)
 
 
 def open_run(

@@ -144,7 +144,10 @@ def begin(cores: set[int] | None) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel (Linux) end this process with its parent: it would train on beside the next start."""
+    """Let the kernel (Linux) end this process with the thread that started it: it would train on beside the next start.
+    Only our own launcher asks for it. A launcher that starts processes from a worker thread (Ray, submitit) would end
+    them with that thread.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

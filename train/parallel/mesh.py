@@ -125,13 +125,21 @@ def started_again() -> bool:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """The GPU of this process among those on its machine; a CPU is shared. Raises WrongUse for too few GPUs."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device.type != "cuda" or processes_here() == 1:
+    """The GPU of this process among those on its machine; a CPU is shared. Raises WrongUse for too few GPUs.
+
+    The launcher says which in LOCAL_RANK; srun's usual prologue sets it without LOCAL_WORLD_SIZE. Where srun shows each
+    process one GPU alone, that one is the first.
+    """
+    if device.type != "cuda":
         return device
-    if processes_here() > torch.cuda.device_count():
-        what = f"{processes_here()} processes on this machine, and {torch.cuda.device_count()} GPUs"
+    local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if "LOCAL_WORLD_SIZE" not in os.environ and gpus == 1:
+        local = 0
+    if max(local + 1, processes_here()) > gpus:
+        what = f"{max(local + 1, processes_here())} processes on this machine, and {gpus} GPUs"
         raise WrongUse(what, where="parallel", fix='fewer processes a machine, or train.device = "cpu"')
+    if "LOCAL_RANK" not in os.environ:
+        return device
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from ...core.console import configure, duration, warn
 from ...core.errors import Failed
 from ...planner.layout import Layout
-from .launch import end_with_parent
 from .mesh import TIMEOUT_SECONDS, Mesh, make_mesh, start_group
 
 Decision = TypeVar("Decision")
@@ -73,7 +72,6 @@ class Ranks:
     def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Ranks":
         """Join the processes that the launcher started and make the mesh of the layout. Collective."""
         if layout.world > 1:
-            end_with_parent()
             start_group(device, timeout_seconds)
         return cls(make_mesh(layout, device, timeout_seconds), timeout_seconds)
 

@@ -57,14 +57,25 @@ def ramp_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def schedule_rule(recipe: Recipe) -> Iterable[Problem]:
-    """Warm-up ends before the run does, and warm-up and decay fit in it."""
-    warmup, decay, steps = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or 0, recipe.train.steps
+    """Warm-up ends before the run does, and warm-up and decay fit in it. While the batch grows the schedule counts
+    whole batches, of which the run has fewer than steps.
+    """
+    schedule, train, ramp = recipe.schedule, recipe.train, recipe.train.batch_ramp
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps or 0
+    steps, unit = train.steps, f"train.steps = {train.steps}"
+    if ramp is not None:
+        growth = train.rows_per_step - ramp.start_rows
+        if growth <= 0 or growth % ramp.step_rows:
+            return  # `ramp_rule` and `batch_rule` say what is wrong
+        steps = train.rows_before(train.steps) // train.rows_per_step
+        unit = f"the {steps} whole batches that train.steps = {train.steps} come to while the batch grows"
+    # counted from the first step, the decay contains the warm-up
+    before_decay = 0 if schedule.decay_from_start and schedule.kind != "wsd" else warmup
     if warmup >= steps:
-        text = f"{warmup} is not below train.steps = {steps}"
-        yield Problem("schedule.warmup_steps", text, f"for example {steps // 20}")
-    elif warmup + decay > steps:
-        text = f"{warmup} of warm-up and {decay} of decay are more than train.steps = {steps}"
-        yield Problem("schedule.decay_steps", text, f"at most {steps - warmup}")
+        yield Problem("schedule.warmup_steps", f"{warmup} is not below {unit}", f"for example {steps // 20}")
+    elif before_decay + decay > steps:
+        text = f"{decay} of decay is" if not before_decay else f"{warmup} of warm-up and {decay} of decay are"
+        yield Problem("schedule.decay_steps", f"{text} more than {unit}", f"at most {steps - before_decay}")
 
 
 def family_rule(recipe: Recipe) -> Iterable[Problem]:
