@@ -19,7 +19,7 @@ from ..data.dataset import Loader
 from .build import RunPlan, build_trainer
 from .checkpoints.changes import check_rate, rates_around, recorded_changes
 from .checkpoints.checkpoint import CheckpointWriter, restore
-from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, claim, check_owners, open_run, verified_share
+from .checkpoints.run_directory import HEARTBEAT, RunWorkspace, check_owners, claim, open_run, verified_share
 from .divergence import Divergence
 from .engine import SIGNALS, Engine
 from .logs.metrics import Metrics, StepReport

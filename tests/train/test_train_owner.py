@@ -12,9 +12,12 @@ import pytest
 import torch
 from throughline.core.errors import Refused, WrongUse
 from throughline.core.workspace import read_records
-from throughline.train.build import RunPlan
+from throughline.prove.forked import run_ranks, warm
+from throughline.train.build import RunPlan, plan_run
+from throughline.train.checkpoints import run_directory
 from throughline.train.checkpoints.run_directory import HANDOVER_SECONDS, OWNER, RunWorkspace, find_resumable
 from throughline.train.loop import train
+from throughline.train.recipes.recipe import Recipe
 
 
 def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(
@@ -86,3 +89,34 @@ def test_a_start_that_is_refused_takes_nothing_over(
     with pytest.raises(WrongUse, match="not a run's directory"):
         train(make_plan("gpt"), tmp_path / "mine")
     assert not (tmp_path / "mine" / OWNER).exists()
+
+
+def test_processes_without_a_common_directory_are_refused_before_the_first_step(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines with a disk each: both end at once, nothing is trained, and the message names the file system."""
+    monkeypatch.setattr(run_directory, "SHOWN_SECONDS", 0.0)
+    recipe = make_recipe("gpt", parallel={"data": 2}, checkpoint={"save_every_steps": 1})
+
+    def start() -> tuple[str, str, int | None]:
+        try:
+            train(plan_run(recipe), tmp_path / f"disk-{os.environ['RANK']}" / "run")
+        except Refused as error:
+            return error.what, error.fix, error.exit_code
+        except SystemExit as end:
+            return "", "", int(end.code or 0)
+        return "trained", "", 0
+
+    warm()
+    first, second = run_ranks(2, start)
+    assert first[0] == "the processes do not share the run's directory" and "file system" in first[1]
+    assert second == ("", "", first[2])
+    assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("checkpoints"))
+
+
+def test_a_directory_that_was_removed_is_not_said_to_be_taken_over(tmp_path: Path) -> None:
+    with RunWorkspace(tmp_path, "token") as workspace:
+        workspace.own()
+        (tmp_path / OWNER).unlink()
+        with pytest.raises(Refused, match="removed or emptied"):
+            workspace.check_owner()
