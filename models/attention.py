@@ -78,8 +78,7 @@ class Documents:
         `knows_windows`. `sinks`: as in `scaled_dot_product`, without dropout.
         """
         rows, _, length, _ = q_BASD.shape
-        # products of the same dtype: rotary positions leave queries and keys in float32 under autocast
-        q, k, v = (x.to(v_BGSD.dtype).transpose(1, 2).flatten(0, 1) for x in (q_BASD, k_BGSD, v_BGSD))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BASD, k_BGSD, v_BGSD))
         out = None
         if sinks is not None:
             out = attend_beside(q, k, v, sinks, *(self.bounds_N,) * 2, self.longest, is_causal, window)

@@ -104,6 +104,7 @@ class BERT(nn.Module):
         document_ids: Tensor | None = None,
         mask: Mask | None = None,
         document_bounds: Tensor | None = None,
+        row_length: int | None = None,
     ) -> Tensor:
         """The blocks, and the final norm of the pre-norm order.
 
@@ -126,7 +127,7 @@ class BERT(nn.Module):
             bias = self.relative_bias(positions).to(x_BSW.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         seen: Mask | None = documents if documents is not None else mask
-        tables = layer_tables(self.config, positions, x_BSW.dtype)
+        tables = layer_tables(self.config, positions, x_BSW.dtype, row_length)
         for block in self.blocks.values():
             x_BSW = block(x_BSW, seen, rotary=tables)
         return self.norm(x_BSW) if self.config.norm_first else x_BSW

@@ -87,6 +87,7 @@ class GPT(nn.Module):
         document_bounds: Tensor | None = None,
         depth: int = 0,
         further_ids: Tensor | None = None,
+        row_length: int | None = None,
     ) -> Tensor:
         """The blocks and the final norm. A causal kernel without a mask is used unless documents need one.
 
@@ -106,7 +107,7 @@ class GPT(nn.Module):
             elif isinstance(mask, Documents):
                 mask = mask.mask(len(x_BSW), length, is_causal=True)
             mask = alibi(self.config.heads, mask, x_BSW.dtype)
-        tables = layer_tables(self.config, positions, x_BSW.dtype)
+        tables = layer_tables(self.config, positions, x_BSW.dtype, row_length)
         is_causal = mask is None or isinstance(mask, Documents)
         first = self.config.layers
         if further_ids is not None:

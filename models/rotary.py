@@ -4,15 +4,17 @@ which they are scaled to texts longer than those that were trained.
 | rope_scaling | what it does to the frequencies | source |
 |---|---|---|
 | linear | divides all by the factor | Chen et al. 2023 |
-| dynamic | raises the base once a text is longer than the trained length | NTK-aware, as transformers has it |
+| dynamic | raises the base once a row is longer than the trained length | NTK-aware, as transformers has it |
 | yarn | divides the slow ones, leaves the fast ones, a ramp between; larger cos and sin | Peng et al. 2023 |
 | llama3 | divides the slow ones, leaves the fast ones, a ramp over their turns | Llama 3.1's own code |
 
 ALiBi (Press et al. 2022) turns nothing: scores fall with the distance, by a slope for each head. It is a bias of all
 scores, so no fused kernel of documents takes it: a dense mask (1 or B, A, S, P).
 
-Everything is float32 whatever the model's dtype, operation by operation as in transformers: angles reach thousands,
-where another rounding of a frequency is another angle.
+Frequencies, angles, cosines and sines are float32 at least, operation by operation as in transformers: angles reach
+thousands, where another rounding of a frequency is another angle. The rotation is float32 too, and rounded once; in a
+16-bit model transformers rounds cosines and sines before and each product after, so that two tokens a distance apart
+score up to 1 % differently at other places of a row.
 """
 
 import math
@@ -26,20 +28,30 @@ Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D), D numbers
 Tables = dict[str, Rotary]  # by the kind of layer
 
 
-def layer_tables(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> Tables:
-    """Cosines and sines by the kind of layer; none where nothing is turned."""
+def layer_tables(
+    config: TransformerConfig, positions: Tensor, dtype: torch.dtype, row_length: int | None = None
+) -> Tables:
+    """Cosines and sines by the kind of layer; none where nothing is turned. `row_length`: see `frequencies`."""
     if config.positions != "rotary":
         return {}
-    usual = rotary_table(config, positions, dtype)
+    usual = rotary_table(config, positions, dtype, row_length=row_length)
     local = rotary_table(config, positions, dtype, local=True) if config.rope_local_theta else usual
     return {"g": usual, "l": local}
 
 
 def rotary_table(
-    config: TransformerConfig, positions: Tensor, dtype: torch.dtype, local: bool = False
+    config: TransformerConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    local: bool = False,
+    row_length: int | None = None,
 ) -> Rotary:
-    """Cosines and sines at `positions` (S,) or (B, S); `local`: of the layers that have a base of their own."""
-    angles = positions[..., None].float() * frequencies(config, positions, local)  # (S, D/2) or (B, S, D/2)
+    """Cosines and sines at `positions` (S,) or (B, S), for heads of `dtype`; `local`: of the layers that have a base of
+    their own.
+    """
+    angles = positions[..., None].float() * frequencies(
+        config, positions, local, row_length
+    )  # (1 or B, S, D/2)
     angles = torch.cat((angles, angles), dim=-1)
     angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
     cos, sin = angles.cos(), angles.sin()
@@ -48,7 +60,8 @@ def rotary_table(
         size = yarn_magnitude(config, part) / yarn_magnitude(config, whole) if part and whole else 0.0
         size = config.rope_magnitude or size or yarn_magnitude(config, 1.0)
         cos, sin = cos * size, sin * size
-    return cos.to(dtype), sin.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return cos.to(wide), sin.to(wide)
 
 
 def yarn_magnitude(config: TransformerConfig, share: float) -> float:
@@ -56,8 +69,14 @@ def yarn_magnitude(config: TransformerConfig, share: float) -> float:
     return 0.1 * share * math.log(config.rope_factor) + 1.0
 
 
-def frequencies(config: TransformerConfig, positions: Tensor, local: bool = False) -> Tensor:
-    """Radians for each step of position, (D/2,) float32. Only `dynamic` looks at what the positions are."""
+def frequencies(
+    config: TransformerConfig, positions: Tensor, local: bool = False, row_length: int | None = None
+) -> Tensor:
+    """Radians for each step of position, (D/2,) float32.
+
+    Only `dynamic` depends on how long the row is: `row_length`, by default the largest of these positions. Training
+    gives the length, because a process or a micro-batch may hold a part of the row, or short documents alone.
+    """
     size, device = config.rotary_size, positions.device
     steps = torch.arange(0, size, 2, device=device).float() / size
     theta = config.rope_local_theta if local else config.rope_theta
@@ -68,7 +87,9 @@ def frequencies(config: TransformerConfig, positions: Tensor, local: bool = Fals
     if config.rope_scaling == "linear":
         return 1.0 / theta**steps / factor
     if config.rope_scaling == "dynamic":
-        longest = (positions.max() + 1).clamp(min=length)
+        longest: Tensor | int = (positions.max() + 1).clamp(min=length)
+        if row_length is not None:
+            longest = max(row_length, length)
         base = theta * (factor * longest / length - (factor - 1)) ** (size / (size - 2))
         return 1.0 / base**steps
     if config.rope_scaling == "yarn":
@@ -102,7 +123,8 @@ def rotate(x_BASD: Tensor, rotary: Rotary) -> Tensor:
         turned, rest = x_BASD.tensor_split((cos.shape[-1],), -1)
         return torch.cat((rotate(turned, rotary), rest), dim=-1)
     first, second = x_BASD.chunk(2, dim=-1)
-    return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
+    rotated = x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated.to(x_BASD.dtype)
 
 
 def alibi(heads: int, visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -92,5 +92,8 @@ def _small_model(config: ModelConfig, layout: Layout, length: int) -> dict[str, 
         model |= {"attention_block": block, "attention_window": 2 * block}
     if isinstance(config, BERTConfig) and config.relative_buckets:
         model |= {"relative_buckets": 8, "relative_distance": 16}
+    if config.rope_scaling != "none":  # the same share of the row is beyond the trained length
+        trained = config.rope_original_length or config.sequence_length
+        model["rope_original_length"] = max(trained * length // config.sequence_length, 1)
     sizes = {"vocab_size": 64 * layout.tensor + 1, "layers": max(2, layout.stages), "heads": heads}
     return model | sizes | grouped | {"width": heads * HEAD_WIDTH, "sequence_length": length, "dropout": 0.0}

@@ -245,6 +245,7 @@ def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True)
         compiling=train.compile if compiles else "off",
         matmul=train.matmul,
         objective=plan.objective(),
+        row_length=train.sequence_length,
     )
     if fill:
         plan.fill(engine)

@@ -45,7 +45,8 @@ Mark = Callable[[str], None]  # is told the end of each phase of a step
 
 class Engine:
     """The stages of this process. With `offload`, the micro-batches of a step, the masters are on the host. `objective`
-    is pretraining unless given. `memory` is entered where tensors get theirs: a simulation gives none.
+    is pretraining unless given. `row_length` is that of the training rows, by default the config's. `memory` is entered
+    where tensors get theirs: a simulation gives none.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         compiling: str = "off",
         matmul: str = "same",
         objective: Objective | None = None,
+        row_length: int = 0,
         memory: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.config, self.mesh, self.seed = config, mesh, seed
@@ -85,6 +87,7 @@ class Engine:
             self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
             remove_other_stages(model, index, mesh)
             stage = Stage(model, index, mesh, self.objective.sums)
+            stage.row_length = row_length or config.sequence_length
             parallelize(stage, precision, matmul, compiling, recomputing)
             self.routers.watch(stage)
             with memory or nullcontext():

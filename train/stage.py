@@ -42,6 +42,9 @@ class Stage(nn.Module):
         self.inverse_counts, self.loss_scale = torch.ones(()), 1.0
         self.head = head
         self.at = 0
+        self.row_length = (
+            model.config.sequence_length
+        )  # which `dynamic` rotary scaling sees: the same in every layout
 
     @property
     def trunk(self) -> Model:
@@ -83,6 +86,7 @@ class Stage(nn.Module):
         inputs: dict[str, Any] = {"document_bounds": batch.get("document_bounds")}
         if self.mesh.context.group is not None:
             inputs = {"mask": chunk_documents(batch, self.mesh.context)}
+        inputs["row_length"] = self.row_length
         if depth:
             inputs |= {"depth": depth, "further_ids": batch[f"input_ids_{depth}"]}
         elif self.is_first:

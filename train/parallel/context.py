@@ -89,15 +89,14 @@ class ChunkDocuments(Documents):
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert not dropout, "refused by the layout's rules"
-        q, k = (x.to(v_BGSD.dtype) for x in (q_BASD, k_BGSD))  # rotary positions leave them in fp32
         if not window:
-            return _RingAttention.apply(q, k, v_BGSD, sinks, self, is_causal)
+            return _RingAttention.apply(q_BASD, k_BGSD, v_BGSD, sinks, self, is_causal)
         axis, size, parts = self.axis, self.longest, []
-        gathered_BSGE = gather_rows(torch.cat((k, v_BGSD), -1).transpose(1, 2), axis)
+        gathered_BSGE = gather_rows(torch.cat((k_BGSD, v_BGSD), -1).transpose(1, 2), axis)
         chunks_BNHGE = gathered_BSGE.unflatten(1, (-1, size))
         # where the chunks of a row are
         order = [*range(0, 2 * axis.size, 2), *range(2 * axis.size - 1, 0, -2)]
-        for own, q_TAD in zip((axis.rank, 2 * axis.size - 1 - axis.rank), _to_chunks(q)):
+        for own, q_TAD in zip((axis.rank, 2 * axis.size - 1 - axis.rank), _to_chunks(q_BASD)):
             first = max(0, own - -(-(window - 1) // size))
             seen_UGE = chunks_BNHGE[:, order[first : own + 1]].flatten(0, 2)
             k_UGD, v_UGD = (x.contiguous() for x in seen_UGE.chunk(2, -1))
@@ -105,7 +104,7 @@ class ChunkDocuments(Documents):
             bounds = self.bounds_N[own], self.bounds_N[first : own + 1].sum(0, dtype=torch.int32)
             longest = (own + 1 - first) * size
             parts.append(attend_beside(q_TAD, k_UGD, v_UGD, sinks, *bounds, longest, True, window))
-        return _from_chunks(torch.stack(parts), len(q))
+        return _from_chunks(torch.stack(parts), len(q_BASD))
 
 
 def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
