@@ -240,6 +240,19 @@ def _pipeline_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:
     text = f"full with {schedule}: weights freed after each forward lose gradients of the split backward"
     fix = 'sharding = "zero2" (a pipeline keeps the weights of a step gathered in any case)'
     yield schedule in ZERO_BUBBLE and layout.sharding == "full", "sharding", text, fix
+    # the last stage then uses its token table several times, whose graph the split backward frees after the first
+    further, tied = config.blocks_ahead, getattr(config, "tied", True)
+    text = (
+        f"{schedule} takes gradients of weights apart, and the last stage uses the token table more than once"
+    )
+    fix = "model.overrides.predict_ahead = 1 with model.overrides.tied = false"
+    several = further > 1 or (further == 1 and tied)
+    yield (
+        schedule in ZERO_BUBBLE and several,
+        "schedule",
+        text,
+        f'schedule = "1f1b" with one stage each, or {fix}',
+    )
 
 
 def _micro_batch_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[Rule]:

@@ -226,3 +226,21 @@ def test_a_layout_is_checked_without_torch() -> None:
     modules = "throughline.train.recipes.recipe, throughline.planner.layout"
     code = f"import sys; sys.modules['torch'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble-v", "interleaved-zero-bubble"])
+@pytest.mark.parametrize(
+    ("depths", "tied", "runs"),
+    [(0, True, True), (1, False, True), (1, True, False), (2, False, False), (2, True, False)],
+)
+def test_further_tokens_that_the_split_backward_cannot_do_are_refused(
+    schedule: str, depths: int, tied: bool, runs: bool
+) -> None:
+    """The token table is used more than once on the last stage; depth 1 of an untied model is proven
+    (tests/layouts.toml). Other schedules do all of them.
+    """
+    config = dataclasses.replace(GPT, predict_ahead=depths, tied=tied)
+    layout = Layout(pipeline=2, schedule=schedule, stages_per_process=2)
+    problems = [found for found in layout_problems(layout, config, 64, 16, 2) if found.field == "schedule"]
+    assert not problems if runs else "token table more than once" in problems[0].text
+    assert not layout_problems(Layout(pipeline=2), config, 64, 16, 2)
