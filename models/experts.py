@@ -89,8 +89,13 @@ class RoutedFeedForward(nn.Module):
 
     def route(self, x_NW: Tensor) -> Routing:
         """Scores in float32 at least, the best experts by them and the balance bias, their weights."""
-        config, logits_NE = self.config, self.router(x_NW)
-        logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+        config, router = self.config, self.router
+        if router.weight.dtype == x_NW.dtype:
+            logits_NE = router(x_NW)
+            logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+        else:
+            logits_NE = _WideProduct.apply(x_NW, router.weight)
+            logits_NE = logits_NE if router.bias is None else logits_NE + router.bias
         scores_NE = logits_NE.softmax(-1) if config.router_scores == "softmax" else logits_NE.sigmoid()
         ranked_NE = scores_NE.detach()
         if self.balance_bias is not None:
@@ -122,6 +127,29 @@ class RoutedFeedForward(nn.Module):
         best = groups.topk(2, -1).values.sum(-1).topk(self.config.router_groups_per_token, -1).indices
         kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
         return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+
+    def keep_wide(self, dtype: torch.dtype) -> None:
+        """Hold the router and the balance bias in a wider dtype than the rest: a bias that moves by 0.001 stands still
+        in bf16, and equal logits choose other experts. They are small.
+        """
+        self.router.to(dtype)
+        if self.balance_bias is not None:
+            self.balance_bias.data = self.balance_bias.data.to(dtype)
+
+
+class _WideProduct(torch.autograd.Function):
+    """`x @ weight.T` in the dtype of the weight; `x` is kept for backward in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, weight_EW: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NW, weight_EW)
+        return F.linear(x_NW.to(weight_EW.dtype), weight_EW)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
+        x_NW, weight_EW = ctx.saved_tensors
+        return (grad_NE @ weight_EW).to(x_NW.dtype), grad_NE.t() @ x_NW.to(weight_EW.dtype)
 
 
 class Experts(nn.Module):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..core.signals import STOP_SIGNALS
 from ..models.config import ModelConfig, family_of
+from ..models.experts import RoutedFeedForward
 from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..planner.tables import Box, table_at_ends
@@ -84,6 +85,9 @@ class Engine:
         held = self.wide if self.sharded and not offload else self.dtype
         for index in self.layout.stages_of(mesh.pipeline.rank):
             model = self.objective.empty(held)
+            for module in model.modules():
+                if isinstance(module, RoutedFeedForward):
+                    module.keep_wide(self.wide)
             self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
             remove_other_stages(model, index, mesh)
             stage = Stage(model, index, mesh, self.objective.sums)
@@ -104,7 +108,8 @@ class Engine:
                 self.offload = HostOffload(self.stages[0], passes, self.local_shards, names)
             elif held != self.wide:
                 for local in self.local_shards:
-                    local.value = make_master(local.computed)
+                    if local.computed.dtype != self.wide:  # a router is its own master
+                        local.value = make_master(local.computed)
             # gradients of 16-bit weights are added up in fp32, those of copies where their sum reads them
             added_up = copies or (not self.sharded and self.dtype != self.wide)
             self.buffers: list[GradientBuffer] = []  # one for each axis over which they are summed

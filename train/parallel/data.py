@@ -10,8 +10,9 @@ frees and when it reduces (Rajbhandari et al. 2020):
 | zero2 | whole during a step | reduce-scattered each micro-batch | sharded |
 | full | gathered for each layer, freed | reduce-scattered each micro-batch | sharded |
 
-With 16-bit products the shards are fp32 masters: weights are gathered in 16 bits, gradients reduced in fp32. In a
-pipeline gradients are reduced once a step and weights stay gathered, whatever the sharding (torch's schedules).
+With 16-bit products the shards are fp32 masters: weights are gathered in 16 bits (routers and balance biases in fp32),
+gradients reduced in fp32. In a pipeline gradients are reduced once a step and weights stay gathered, whatever the
+sharding (torch's schedules).
 
 Shape letters: M rows here sorted by expert, R rows that come, P processes, H experts of each, W width.
 """
@@ -159,10 +160,18 @@ def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, compu
     policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=summed, cast_forward_inputs=False)
     layout = mesh.layout
     free = layout.sharding == "full" and layout.pipeline == 1
+    wide = MixedPrecisionPolicy(param_dtype=summed, reduce_dtype=summed, cast_forward_inputs=False)
     for block in blocks:
-        if mesh.expert.group is not None and isinstance(block.mlp, RoutedFeedForward):
-            among = mesh.sharding_mesh(experts=True)
-            fully_shard(block.mlp.experts, mesh=among, reshard_after_forward=free, mp_policy=policy)
+        routed = block.mlp
+        if isinstance(routed, RoutedFeedForward):
+            shared_out, narrow = mesh.expert.group is not None, computed != summed
+            if shared_out or narrow:
+                among = mesh.sharding_mesh(experts=True) if shared_out else device_mesh
+                fully_shard(routed.experts, mesh=among, reshard_after_forward=free, mp_policy=policy)
+            if narrow and routed.shared is not None:
+                fully_shard(routed.shared, mesh=device_mesh, reshard_after_forward=free, mp_policy=policy)
+            if narrow:  # what is left is the router and its balance bias, gathered as they are
+                fully_shard(routed, mesh=device_mesh, reshard_after_forward=free, mp_policy=wide)
         fully_shard(block, mesh=device_mesh, reshard_after_forward=free, mp_policy=policy)
     fully_shard(stage, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in stage.modules():
