@@ -227,6 +227,15 @@ def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: StepShape, ran
         yield Traffic("pipeline", "all-reduce", 1, table * batch.summed, "gradient of the token table")
 
 
+def gathered_apart(name: str) -> str:
+    """The part of a layer with experts that a 16-bit run gathers by itself, "" for the rest of a layer: the router and
+    its balance bias are gathered in fp32 (`shard_stage`).
+    """
+    if ".mlp.router." in name or name.endswith(".balance_bias"):
+        return "router"
+    return next((part for part in ("experts", "shared") if f".mlp.{part}." in name), "")
+
+
 def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: int) -> Iterator[Traffic]:
     number, wide = batch.numbers.sent, batch.numbers.reduced
     whole = dataclasses.replace(layout, sharding="replicated")
@@ -239,25 +248,27 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: StepShape, rank: i
             if (copies := layout.data * layout.context // fewer) > 1:
                 yield from _copies_traffic(trained, copies, batch)
         return
-    # (stage, layer, shards) -> bytes, rounded up as each parameter is cut
-    gathered: Counter[tuple[int, str, int]] = Counter()
-    reduced: Counter[tuple[int, str, int]] = Counter()
+    # (stage, layer, part of the layer, shards) -> bytes, rounded up as each parameter is cut
+    gathered: Counter[tuple[int, str, str, int]] = Counter()
+    reduced: Counter[tuple[int, str, str, int]] = Counter()
     for spec in parts:
         shards = layout.shards // holders[spec.name]
         numbers = -(-spec.box.size[0] // shards) * shards * spec.box.numel // spec.box.size[0]
-        group = spec.stage, spec.name.split(".")[1] if spec.name.startswith("blocks.") else "", shards
-        gathered[group] += numbers * number
+        layer = spec.name.split(".")[1] if spec.name.startswith("blocks.") else ""
+        unit = gathered_apart(spec.name) if number != wide else ""
+        group = spec.stage, layer, unit, shards
+        gathered[group] += numbers * (wide if unit == "router" else number)
         reduced[group] += numbers * wide * is_trained(spec.name)
     per_layer, per_rest, passes = map(
         int, data_passes(SHARDINGS.index(layout.sharding), layout.pipeline, batch.micro_batches)
     )
-    times = {group: per_layer if group[1] else per_rest for group in gathered if group[2] > 1}
+    times = {group: per_layer if group[1] else per_rest for group in gathered if group[3] > 1}
     size = sum(count * gathered[group] for group, count in times.items())
     yield Traffic("data", "all-gather", sum(times.values()), size, "weights")
     size = passes * sum(reduced[group] for group in times)
     yield Traffic("data", "reduce-scatter", passes * len(times), size, "gradients")
     if layout.replicas > 1:
-        size = passes * sum(size // shards for (_, _, shards), size in reduced.items())
+        size = passes * sum(size // shards for (*_, shards), size in reduced.items())
         yield Traffic("data", "all-reduce", passes * len(reduced), size, "gradients of the copies")
 
 

@@ -208,7 +208,7 @@ def reference(case: Case) -> Reference:
         how = case.family, case.reference_rows, engine.device, 1.0
         batch = prepare(make_rows(case, step), *how, ahead=case.config.blocks_ahead)
         result = train_step(trainer, batch, 1.0, take)
-        steps.append((result.loss, result.grad_norm))
+        steps.append((sum(result.terms), result.grad_norm))
     with averaged(engine, trainer.optimizer):
         ends = {local.name: local.value.detach().clone() for local in engine.local_shards}
     return Reference(steps, gradients, ends)
@@ -244,7 +244,7 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
 
     for step, (loss, norm) in enumerate(expected.steps):
         result = train_step(trainer, own_rows(case, engine, step), 1.0, compare)
-        errors.loss = _largest(errors.loss, abs(result.loss - loss))
+        errors.loss = _largest(errors.loss, abs(sum(result.terms) - loss))
         errors.norm = _largest(errors.norm, abs(result.grad_norm - norm) / norm)
         if case.ema_decay and step == 1:  # what it gathers must not be trained with
             with averaged(engine, trainer.optimizer):

@@ -19,6 +19,10 @@ from .loss import FIGURES, IGNORED, Batch, Model, Sums, bert_sums, gpt_sums
 from .parallel.context import ROW_DOCUMENTS, cut_rows, documents_of
 from .parallel.mesh import ALONE, Axis
 
+# terms that help training and are no part of the loss that is logged, validated and compared: they have records of
+# their own
+AUXILIARY = ("z_loss", "ahead")
+
 
 @dataclass(frozen=True)
 class Objective:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .engine import Engine, Mark
-from .objective import StepBatch
+from .objective import AUXILIARY, StepBatch
 
 LEAST_SCALE = 1.0  # below it a gradient that overflows would overflow in bf16 as well
 FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
@@ -73,7 +73,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: mean loss of each term, their sum, the gradient norm before clipping."""
+    """What one step did: the loss without auxiliary terms, the mean loss of each term, the norm before clipping."""
 
     step: int  # how many there are with it
     loss: float
@@ -122,7 +122,9 @@ class Launched:
         trainer.skipped += not finite
         trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
         rest = norm, not finite, overflowed, self.sent, tuple(routed), int(heard), read_at
-        return StepResult(self.step, sum(terms), tuple(terms), *rest)
+        names = trainer.engine.objective.terms
+        loss = sum(term for name, term in zip(names, terms, strict=True) if name not in AUXILIARY)
+        return StepResult(self.step, loss, tuple(terms), *rest)
 
 
 def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, *more: Any, **named: Any) -> StepResult:

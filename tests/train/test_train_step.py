@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from throughline.models.attention_cuda import CAPABILITIES
 from throughline.models.experts import RoutedFeedForward, Routing
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
+from throughline.train.logs.metrics import read_metrics
+from throughline.train.loop import train
 from throughline.train.objective import StepBatch
 from throughline.train.optimizers.averages import averaged
 from throughline.train.parallel.mesh import make_mesh, start_group
@@ -386,3 +390,31 @@ def test_the_share_of_dropped_answers_is_told(
     told = dict(zip(ROUTER_FIGURES, train_step(trainer, batch, 1.0).routers))["dropped_tokens"]
     assert len(found) == 2 * 2 * 2, "layers, micro-batches, forwards"
     assert told == pytest.approx(torch.stack(found).double().mean().item()) and told > 0.01
+
+
+SMALL = {"layers": 2, "width": 32, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "terms", "logged"),
+    [
+        ("gpt", {"train": {"z_loss": 0.1}}, ("next", "z_loss"), ("next",)),
+        ("gpt", {"model": {"overrides": SMALL | {"predict_ahead": 1}}}, ("next", "ahead"), ("next",)),
+        ("bert", {}, ("mlm", "nsp"), ("mlm", "nsp")),
+    ],
+)
+def test_the_logged_loss_leaves_auxiliary_terms_out(
+    make_plan: Callable[..., RunPlan],
+    tmp_path: Path,
+    family: str,
+    sections: dict[str, Any],
+    terms: tuple[str, ...],
+    logged: tuple[str, ...],
+) -> None:
+    """It is what a validation measures; every term is in the record by its name, and in the gradient."""
+    train(
+        make_plan(family, **sections | {"train": {"steps": 2} | sections.get("train", {})}), tmp_path / "run"
+    )
+    for record in read_metrics(tmp_path / "run"):
+        assert record["loss"] == pytest.approx(sum(record[name] for name in logged))
+        assert all(record[name] > 0 for name in terms)
