@@ -115,6 +115,44 @@ def chat_dir(gpt_dir: Path, tmp_path: Path) -> Path:
     return directory
 
 
+KINDS = ["byte-level", "sentencepiece"]  # of tokenizers, over which the tests of texts run
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def text_dir(request: pytest.FixtureRequest) -> Path:
+    """A GPT with a byte-level tokenizer, and one with a SentencePiece-style tokenizer."""
+    return request.getfixturevalue(
+        {"byte-level": "gpt_dir", "sentencepiece": "sentencepiece_dir"}[request.param]
+    )
+
+
+@pytest.fixture(scope="session")
+def text_onnx(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as an ONNX artifact."""
+    from throughline.inference.exports.export import export_onnx
+
+    out = tmp_path_factory.mktemp("onnx") / "text-onnx"
+    export_onnx(text_dir, out)
+    return out
+
+
+@pytest.fixture(params=KINDS)
+def talking_dir(request: pytest.FixtureRequest) -> Path:
+    """The models of `text_dir` with a chat template."""
+    return request.getfixturevalue(
+        {"byte-level": "chat_dir", "sentencepiece": "sentencepiece_dir"}[request.param]
+    )
+
+
+@pytest.fixture
+def ask_texts(
+    text_dir: Path, text_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Runs an async test body against a server with the model of `text_dir` in ONNX and in torch."""
+    specs = [f"gpt={text_onnx}", f"torch={text_dir}"]
+    return lambda body, **limits: in_thread.run_with(monkeypatch, specs, body, **limits)
+
+
 @pytest.fixture
 def judge_dir(bert_dir: Path, tmp_path: Path) -> Path:
     """The BERT with a head of two classes."""

@@ -38,7 +38,7 @@ def reference_logprobs(directory: Path, ids: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_echo_with_logprobs_gives_the_prompts_tokens_first(
-    ask, gpt_dir: Path, max_tokens: int, streamed: bool
+    ask_texts, text_dir: Path, max_tokens: int, streamed: bool
 ) -> None:
     """A client that scores text reads them; the values equal a plain forward's: fp32 sums in another order."""
     prompt = "The quick brown fox says café. " * 3  # several tokens a character among them
@@ -58,17 +58,18 @@ def test_echo_with_logprobs_gives_the_prompts_tokens_first(
             choice = answer.json()["choices"][0]
             assert answer.json()["usage"]["completion_tokens"] == max_tokens
         assert choice["text"].startswith(prompt)
-        tokenizer = Tokenizer.load(gpt_dir)
-        ids = tokenizer.encode(prompt).tolist()
+        tokenizer = Tokenizer.load(text_dir)
+        ids = tokenizer.encode_prompt(prompt).tolist()
         logprobs = choice["logprobs"]
         assert len(logprobs["token_logprobs"]) == len(ids) + max_tokens
         assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-        expected = reference_logprobs(gpt_dir, ids)
+        expected = reference_logprobs(text_dir, ids)
         np.testing.assert_allclose(logprobs["token_logprobs"][1 : len(ids)], expected, atol=1e-3)
-        assert logprobs["tokens"][0] == tokenizer.decode(ids[:1])
+        assert logprobs["tokens"][0] == tokenizer.decode(ids[:1], skip_special_tokens=True)
+        assert "".join(logprobs["tokens"]) == choice["text"]
         assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"][1:])
 
-    ask(body)
+    ask_texts(body)
 
 
 NEUTRAL = {
@@ -366,7 +367,7 @@ def test_classify_and_rerank_with_a_fine_tuned_head(
 # --- constrained output ---
 
 
-def test_an_answer_fits_its_schema_or_expression(ask) -> None:
+def test_an_answer_fits_its_schema_or_expression(ask_texts) -> None:
     pytest.importorskip("llguidance", reason="needs llguidance")
     schema = {
         "type": "object",
@@ -393,4 +394,4 @@ def test_an_answer_fits_its_schema_or_expression(ask) -> None:
             answer = await found.client.post("/v1/completions", json=request)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(wrong))
 
-    ask(body)
+    ask_texts(body)

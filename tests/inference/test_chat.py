@@ -8,10 +8,10 @@ from throughline.data.chat import ChatTemplate
 from throughline.data.tokenizer import Tokenizer
 
 
-def test_a_conversation_becomes_the_ids_that_transformers_makes(chat_dir: Path) -> None:
+def test_a_conversation_becomes_the_ids_that_transformers_makes(talking_dir: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(chat_dir))
-    template = ChatTemplate.find(chat_dir, Tokenizer.load(chat_dir))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(talking_dir))
+    template = ChatTemplate.find(talking_dir, Tokenizer.load(talking_dir))
     conversation = [
         {"role": "system", "content": "You are brief."},
         {"role": "user", "content": "  Wörter, 東京 and 🙂?  "},
@@ -60,7 +60,7 @@ def test_templates_run_in_a_sandbox(chat_dir: Path) -> None:
 
 
 def test_chat_completions_have_openais_shape(
-    chat_dir: Path, gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+    talking_dir: Path, gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(found) -> None:
         fields = {"model": "chat", "messages": [{"role": "user", "content": "The quick"}], "temperature": 0}
@@ -85,11 +85,11 @@ def test_chat_completions_have_openais_shape(
         absent = await found.client.post("/v1/chat/completions", json=fields | {"model": "gpt"})
         assert absent.status_code == 400 and "no chat template" in absent.json()["error"]["message"]
 
-    in_thread.run_with(monkeypatch, [f"chat={chat_dir}", f"gpt={gpt_onnx}"], body)
+    in_thread.run_with(monkeypatch, [f"chat={talking_dir}", f"gpt={gpt_onnx}"], body)
 
 
 def test_openais_client_reads_responses(
-    chat_dir: Path, gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+    talking_dir: Path, gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole and streamed, the same text as a chat completion; events in OpenAI's order; what was said is sent back."""
     openai = pytest.importorskip("openai")
@@ -144,4 +144,4 @@ def test_openais_client_reads_responses(
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             await client.responses.create(input="x", model="gpt")
 
-    in_thread.run_with(monkeypatch, [f"chat={chat_dir}", f"gpt={gpt_onnx}"], body)
+    in_thread.run_with(monkeypatch, [f"chat={talking_dir}", f"gpt={gpt_onnx}"], body)

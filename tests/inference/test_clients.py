@@ -99,7 +99,7 @@ def test_other_clients_get_what_the_server_says(
 
 
 def test_lm_evals_loglikelihoods_through_the_server_equal_ours(
-    gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    text_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Within 1e-3 nats, the bound of the comparison without a server; greedy flags equal."""
     api = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm_eval")
@@ -109,14 +109,16 @@ def test_lm_evals_loglikelihoods_through_the_server_equal_ours(
 
     tokenizer_dir = tmp_path / "tokenizer"
     tokenizer_dir.mkdir()
-    (tokenizer_dir / "tokenizer.json").write_bytes((gpt_dir / "tokenizer.json").read_bytes())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tokenizer_dir / "tokenizer.json").write_bytes((text_dir / "tokenizer.json").read_bytes())
+    tokenizer = Tokenizer.load(text_dir)
+    names = {token_id: name for name, token_id in tokenizer.vocab.items()}
+    roles = {f"{role}_token": names[token_id] for role, token_id in tokenizer.special.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | roles
     (tokenizer_dir / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(gpt_dir)
-    scorer = CausalScorer(open_model(gpt_dir).model, tokenizer)
+    scorer = CausalScorer(open_model(text_dir).model, tokenizer)
     questions = scorer.encode([[pair] for pair in TEXTS])
     ours = {number: scores[0] for answered in scorer.score(questions) for number, scores in answered}
-    with in_thread.on_a_port_with(monkeypatch, [f"gpt={gpt_dir}"]) as (base, _):
+    with in_thread.on_a_port_with(monkeypatch, [f"gpt={text_dir}"]) as (base, _):
         theirs = api.LocalCompletionsAPI(
             base_url=f"{base}v1/completions",
             model="gpt",

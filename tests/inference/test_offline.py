@@ -26,25 +26,25 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_line_is_answered_in_order(gpt_onnx: Path, tmp_path: Path) -> None:
+def test_every_line_is_answered_in_order(text_onnx: Path, tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "id": number} for number, prompt in enumerate(PROMPTS)]
     rows[1] |= {"samples": 2, "seed": 7, "temperature": 1.0, "max_tokens": 3}
     rows += [{"prompt": "a", "id": 6, "samples": 0}, {"prompt": "a", "id": 7, "top_k": 2.5}]
     source, out = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    facts = generate_file(gpt_onnx, source, out, Job(NO_IDS, 8), CPU)
+    facts = generate_file(text_onnx, source, out, Job(NO_IDS, 8), CPU)
     assert (facts["lines"], facts["resumed"], facts["errors"]) == (8, 0, 3)
     found = lines(out)
     assert [row["id"] for row in found] == list(range(8)) and "fills the model's context" in found[4]["error"]
     assert [len(row.get("answers", [])) for row in found] == [1, 2, 1, 1, 0, 1, 0, 0]
     assert "samples" in found[6]["error"] and "top_k" in found[7]["error"]
     for number in (0, 3, 5):
-        alone = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[number], Job(NO_IDS, 8), CPU))
+        alone = "".join(d.text for _, d in continue_text(text_onnx, PROMPTS[number], Job(NO_IDS, 8), CPU))
         assert found[number]["answers"] == [alone]
     sampled = Sampling(temperature=1.0, seed=8)
-    second = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[1], Job(NO_IDS, 3, sampled), CPU))
+    second = "".join(d.text for _, d in continue_text(text_onnx, PROMPTS[1], Job(NO_IDS, 3, sampled), CPU))
     assert found[1]["answers"][1] == second
     with pytest.raises(WrongUse, match="there is a file already"):
-        generate_file(gpt_onnx, source, out, Job(NO_IDS, 8), CPU)
+        generate_file(text_onnx, source, out, Job(NO_IDS, 8), CPU)
 
 
 def test_a_line_whose_computing_fails_stops_no_other(

@@ -27,7 +27,7 @@ async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_completions_have_openais_shape(ask) -> None:
+def test_completions_have_openais_shape(ask_texts) -> None:
     async def body(found) -> None:
         answer = await found.complete(prompt="The quick brown", logprobs=3)
         assert (
@@ -50,10 +50,10 @@ def test_completions_have_openais_shape(ask) -> None:
         echoed = await found.complete(prompt="The quick brown", echo=True)
         assert echoed["choices"][0]["text"] == "The quick brown" + choice["text"]
 
-    ask(body)
+    ask_texts(body)
 
 
-def test_streams_add_up_to_the_whole_answer(ask) -> None:
+def test_streams_add_up_to_the_whole_answer(ask_texts) -> None:
     async def body(found) -> None:
         drawn = {"temperature": 1.0, "seed": 7}
         for fields in ({}, drawn, {"stop": ["e", "zq"]}, drawn | {"n": 3, "echo": True, "logprobs": 2}):
@@ -73,10 +73,10 @@ def test_streams_add_up_to_the_whole_answer(ask) -> None:
                     expected["finish_reason"]
                 ]
 
-    ask(body)
+    ask_texts(body)
 
 
-def test_concurrent_answers_equal_single_ones(ask) -> None:
+def test_concurrent_answers_equal_single_ones(ask_texts) -> None:
     prompts = ["The quick", "A model", "dog", "Wörter mit", "next. " * 20, "x"]
 
     async def body(found) -> None:
@@ -87,10 +87,10 @@ def test_concurrent_answers_equal_single_ones(ask) -> None:
         for i, answer in enumerate(together):
             assert answer["choices"][0]["token_ids"] == single[i % len(prompts)]["choices"][0]["token_ids"]
 
-    ask(body, slots=4)
+    ask_texts(body, slots=4)
 
 
-def test_seeds_reproduce_and_differ(ask) -> None:
+def test_seeds_reproduce_and_differ(ask_texts) -> None:
     async def body(found) -> None:
         async def text(**fields) -> list[str]:
             answer = await found.complete(prompt="The", temperature=1.5, **fields)
@@ -100,7 +100,7 @@ def test_seeds_reproduce_and_differ(ask) -> None:
         assert await text(seed=3, n=2) == await text(seed=3) + await text(seed=4)
         assert await text() != await text()
 
-    ask(body)
+    ask_texts(body)
 
 
 def test_embeddings_batched_equal_single_and_have_length_one(ask) -> None:
