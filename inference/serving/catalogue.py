@@ -57,7 +57,8 @@ class Source:
 
     @property
     def is_run(self) -> bool:
-        return (self.path / "checkpoints").is_dir()
+        """Whether it is a run, be it one that has saved nothing yet."""
+        return (self.path / "checkpoints").is_dir() or (self.path / "recipe.toml").is_file()
 
     def version(self) -> "Version | None":
         """What the path holds now: of a run its latest checkpoint, None while it has none; of a link what it leads to.
@@ -242,6 +243,8 @@ class Catalogue:
             model.failure = error
         except Exception as error:  # of any library: the other models are served
             model.failure = Failed("the model cannot be opened", why=f"{type(error).__name__}: {error}")
+        if model not in self.models:  # another model has been loaded by its name meanwhile
+            return
         if model.failure is not None:
             warn(f"{model.name} cannot be served: {model.failure}")
         self._begin_watch(source, version)

@@ -207,9 +207,10 @@ def test_another_content_of_a_path_is_another_version(tmp_path: Path) -> None:
     link.unlink()
     link.symlink_to(other)
     assert sources[1].version() != changed[1] and sources[1].version().place == other
-    (run / "checkpoints").mkdir(parents=True)
+    run.mkdir()
+    (run / "recipe.toml").touch()
     training = Source("name", run)
-    assert training.version() is None
+    assert training.version() is None, "it has begun and saved nothing"
     write_checkpoint(run, "step-00000001")
     (run / "checkpoints" / "latest").write_text("step-00000001\n")
     assert training.version().place == run / "checkpoints" / "step-00000001"

@@ -156,6 +156,47 @@ def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(in_threa
     assert b'endpoint="/v1/completions",status="499"' in page
 
 
+@pytest.mark.parametrize("ending", ["answered", "refused", "cut"])
+def test_the_bytes_of_a_body_are_given_back_to_the_budget(ending: str) -> None:
+    """However a request ends: of three bodies of 60,000 bytes, which count 43,616 each, the budget holds one at once."""
+    from throughline.inference.serving.accounts import ServerLimits, Telemetry
+
+    server = Server(Catalogue([]), ServerLimits(bodies_bytes=50_000), Telemetry())
+    app = build_app(server)
+    kind = b"text/plain" if ending == "refused" else b"application/json"
+    body = b'{"prompt": "' + b"x" * 59_985 + b'"}'
+    head = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "http_version": "1.1",
+    }
+    fields = [(b"content-type", kind), (b"content-length", b"60000")]
+
+    async def status() -> int | None:
+        parts = [{"type": "http.request", "body": body[:50_000], "more_body": True}]
+        whole = {"type": "http.request", "body": body[50_000:], "more_body": False}
+        parts.append({"type": "http.disconnect"} if ending == "cut" else whole)
+        sent: list[dict] = []
+
+        async def receive() -> dict:
+            return parts.pop(0) if parts else {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await app(head | {"headers": fields, "state": {}}, receive, send)
+        return sent[0]["status"] if sent else None
+
+    async def main() -> None:
+        statuses = [await status() for _ in range(3)]
+        assert 503 not in statuses and len(set(statuses)) == 1
+        assert server.held == 0
+
+    asyncio.run(main())
+
+
 def test_few_requests_at_once_are_answered_in_turn(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection:
         head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
