@@ -158,7 +158,7 @@ def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(in_threa
 
 @pytest.mark.parametrize("ending", ["answered", "refused", "cut"])
 def test_the_bytes_of_a_body_are_given_back_to_the_budget(ending: str) -> None:
-    """However a request ends: of three bodies of 60,000 bytes, which count 43,616 each, the budget holds one at once."""
+    """However a request ends: of three bodies of 60,000 bytes, counted as 43,616 each, the budget holds one."""
     from throughline.inference.serving.accounts import ServerLimits, Telemetry
 
     server = Server(Catalogue([]), ServerLimits(bodies_bytes=50_000), Telemetry())
