@@ -270,7 +270,10 @@ def export(store: str, target: Any, val_fraction: float, out: str) -> None:
 
 @command.command()
 @text_options
-@flag("--near", "Remove near duplicates too, by MinHash over word 5-grams.")
+@flag(
+    "--near",
+    "Remove near duplicates too, by MinHash over 5-grams of words (characters where a script has none).",
+)
 @flag("--dry-run", "Count the duplicates and write nothing.")
 @option(
     "--out", None, "Directory of the records that stay, as .jsonl.zst with all fields; not for --dry-run."
@@ -293,5 +296,9 @@ def dedup(inputs: tuple[str, ...], out: str | None, dry_run: bool, **given: Any)
     rows.append(("all", found["documents"], found["exact"], found["near"]))
     lines = console.table(("source", "documents", "exact duplicates", "near duplicates"), rows)
     lines += found_in_text(found["counts"])
+    if found["short"]:
+        lines.append(
+            f"{found['short']:,} documents of fewer than 5 words have no near duplicates but equal ones"
+        )
     lines.append(f"{found['kept']:,} documents stay" + ("; nothing was written" if dry_run else f" in {out}"))
     console.result({"path": out, **found}, lines)

@@ -3,15 +3,20 @@
 Three passes: hashes go to 256 buckets on disk; each bucket is sorted alone; then the text is read again and the records
 that stay are written with all their fields as .jsonl.zst, one file per input. Memory grows with the duplicates alone.
 
-Near duplicates: 14 bands of 8 minimum hashes over word 5-grams, the setting of datatrove; two documents that share half
-of their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with 0.9996.
+Near duplicates: 14 bands of 8 minimum hashes over 5-grams, the setting of datatrove; two documents that share half of
+their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with 0.9996. The grams are of
+words in lower case without punctuation. A character of a script that puts no spaces between words (Chinese, Japanese,
+Thai, Khmer, ...) is a word of its own, and every character is one in a text whose words are long. Texts of fewer than
+5 words meet those with the same words alone, and are counted as `short`.
 """
 
 import base64
 import hashlib
 import json
+import re
 import shutil
 import tempfile
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -84,6 +89,7 @@ def dedup(
         "exact": len(exact),
         "near": len(near_only),
         "kept": firsts[-1] - len(drop),
+        "short": counts["short"],
         "dry_run": dry_run,
         "counts": {key: counts[key] for key in COUNTS},
         "sources": rows,
@@ -117,7 +123,9 @@ def _hash_all(
             records["document"] = np.arange(document, document + len(texts))
             writers["exact"].write(records)
             if near:
-                rows = [_bands(w, document + place) for place, w in enumerate(words) if len(w) >= GRAM]
+                units = [near_words(text) for text in texts]
+                rows = [_bands(each, document + place) for place, each in enumerate(units) if each]
+                counts["short"] += sum(len(each) < GRAM for each in units)
                 writers["near"].write(np.concatenate(rows) if rows else np.empty(0, RECORD))
             document += len(texts)
             per_source[number] += len(texts)
@@ -127,9 +135,41 @@ def _hash_all(
     return [0, *np.cumsum(per_source).tolist()], kinds
 
 
+# Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Tai scripts, Javanese, Chinese characters,
+# kana and Yi. Korean, Hindi and Arabic have spaces.
+_UNSPACED = (
+    "\u0e00-\u109f\u1780-\u17ff\u1950-\u19df\u1a20-\u1aaf\ua980-\ua9df\uaa60-\uaadf\u2e80-\u2fdf\u3005-\u3007"
+    "\u3021-\u3029\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua4cf\uf900-\ufaff\uff66-\uff9f"
+    "\U0001b000-\U0001b16f\U00020000-\U0003ffff"
+)
+_WORDS = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+LONG_WORD = 20  # characters a word on average, above which spaces do not part words
+
+
+class _WithoutPunctuation(dict[int, str]):
+    """A table for `str.translate`: punctuation and symbols part words, characters of format are none."""
+
+    def __missing__(self, code: int) -> str:
+        category = unicodedata.category(chr(code))
+        text = " " if category[0] in "PS" else "" if category == "Cf" else chr(code)
+        self[code] = text
+        return text
+
+
+_simplify = _WithoutPunctuation()
+
+
+def near_words(text: str) -> list[str]:
+    """The words of which near duplicates share runs."""
+    words = _WORDS.findall(text.lower().translate(_simplify))
+    characters = sum(map(len, words))
+    return list("".join(words)) if characters > LONG_WORD * len(words) else words
+
+
 def _bands(words: list[str], document: int) -> np.ndarray:
     """The 14 band keys of one document as records."""
-    hashes = np.array([zlib.crc32(word.lower().encode()) for word in words], np.uint64)
+    words = words + [""] * (GRAM - len(words))
+    hashes = np.array([zlib.crc32(word.encode()) for word in words], np.uint64)
     grams = sum(hashes[i : len(hashes) - GRAM + 1 + i] * _MIX[i] for i in range(GRAM))
     grams = np.unique(grams ^ (grams >> np.uint64(29)))
     least = np.full(BANDS * ROWS, 1 << 40, np.uint64)

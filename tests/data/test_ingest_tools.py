@@ -396,3 +396,45 @@ def test_a_worker_for_each_core_that_may_be_used(monkeypatch: pytest.MonkeyPatch
     )
     done = CliRunner().invoke(main, ["data", "tokenize", "x", "--tokenizer", "t", "--out", "o"])
     assert done.exit_code == 0 and found == [1], done.output
+
+
+SCRIPTS = {  # letters, of which words and texts are drawn; no spaces between words
+    "chinese": [chr(code) for code in range(0x4E00, 0x4F00)],
+    "japanese": [
+        chr(code) for code in [*range(0x3042, 0x3090), *range(0x30A2, 0x30F0), *range(0x5C00, 0x5C80)]
+    ],
+    "thai": [chr(code) for code in [*range(0x0E01, 0x0E2F), *range(0x0E30, 0x0E3A), 0x0E48, 0x0E49]],
+    "lao": [chr(code) for code in [*range(0x0E94, 0x0EA0), *range(0x0EB0, 0x0EBA), 0x0EC8, 0x0EC9]],
+    "khmer": [chr(code) for code in [*range(0x1780, 0x17A3), *range(0x17B6, 0x17C6), 0x17D2]],
+    "burmese": [chr(code) for code in range(0x1000, 0x1040)],
+    "tibetan": [
+        chr(code) for code in [*range(0x0F40, 0x0F48), *range(0x0F49, 0x0F6A), 0x0F0B, 0x0F0B, 0x0F0B]
+    ],
+    "no spaces at all": list("abcdefghijklmnopqrstuvwxyz0123456789"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_near_duplicates_of_scripts_without_spaces(script: str, tmp_path: Path) -> None:
+    """Two texts that differ in one character are found, a third of the same letters is another text."""
+    rng = np.random.default_rng(1)
+    first, other = ("".join(rng.choice(SCRIPTS[script], 2000)) for _ in range(2))
+    changed = first[:1000] + ("x" if first[1000] != "x" else "y") + first[1001:]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (first, changed, other)))
+    found = dedup([str(path)], None, ReadOptions(), near=True, dry_run=True)
+    assert (found["exact"], found["near"], found["kept"], found["short"]) == (0, 1, 2, 0)
+
+
+def test_near_duplicates_differ_in_punctuation_and_case(tmp_path: Path) -> None:
+    """As datatrove simplifies text. Of fewer than five words those with the same words meet, and they are counted."""
+    texts = ["Hello, world!", "hello world", "hello moon", "...", "日本、です。", "日本です", "日本だよ"]
+    words = [f"word{number}" for number in range(12)]
+    texts += [" ".join(words), ", ".join(words).upper() + ".", "«" + " – ".join(words) + "»"]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = dedup([str(path)], None, ReadOptions(), near=True, dry_run=True)
+    assert (found["exact"], found["near"], found["short"]) == (0, 4, 7)
+    done = CliRunner().invoke(main, ["data", "dedup", str(path), "--near", "--dry-run"])
+    assert "7 documents of fewer than 5 words" in done.output
+    assert dedup([str(path)], None, ReadOptions(), dry_run=True)["short"] == 0
