@@ -27,6 +27,7 @@ from throughline.train.parallel.mesh import ALONE
         ([1, "1", 1.0, 0, "0", True, False], ("0", "1")),
         ([True, "True", "FALSE", False], ("false", "true")),
         (["true", "false", "mixed"], ("false", "mixed", "true")),
+        ([True, "mixed", False], ("false", "mixed", "true")),
         (["TRUE", "FALSE", "MIXED"], ("FALSE", "MIXED", "TRUE")),
         (["10", 9, 2.0, "-1"], ("-1", "2", "9", "10")),
         ([10**20, 10**20 + 1], (str(10**20), str(10**20 + 1))),
@@ -117,6 +118,7 @@ def test_names_of_the_hub_are_read_from_a_parquet_file(tmp_path: Path) -> None:
         (["O", "B-PER", "I-PER"], ("O", "B-PER", "I-PER"), "IOBES", False),
         (["O", "S-PER", "E-LOC", "B-LOC"], ("O", "B-LOC", "E-LOC", "S-PER"), "IOBES", False),
         (["U-PER", "O", "L-LOC"], ("O", "L-LOC", "U-PER"), "BILOU", False),
+        (["B-PER", "O", "L-PER"], ("O", "B-PER", "L-PER"), "BILOU", False),
         (["PER-B", "PER-I", "O"], ("O", "PER-B", "PER-I"), "IOBES", True),
         (["B", "I", "O"], ("O", "B", "I"), "IOBES", False),
         (["PER", "ORG", "O"], ("O", "ORG", "PER"), "plain", False),
@@ -180,7 +182,7 @@ def test_validation_labels_that_training_has_none_of_are_refused() -> None:
 PROBLEMS: dict[str, tuple[list[Any], int]] = {
     SINGLE_LABEL: (["a", "b", "c", "a"], 3),
     MULTI_LABEL: ([["a"], [], ["a", "c"], ["b"]], 3),
-    REGRESSION: ([0.5, -2.25, 3, -100.0], 1),
+    REGRESSION: ([0.1, -2.3, 3, -100.0], 1),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from throughline.train.finetune.tasks import QuestionAnswering
         ("in rome", " ", 2, None),
         ("new\n  york", "new york", 0, (0, 10)),  # other white space
         ("rome.+", ".+", 0, (4, 6)),
+        ("\r\n" * 8 + "rome rome", "rome", 13, (21, 25)),  # where a line end was one character
+        ("\n" * 6 + "rome" + "\n" * 6 + "rome", "rome", 12, (6, 10)),  # and where it was two
     ],
 )
 def test_an_answer_is_where_the_context_has_it(
@@ -170,8 +173,8 @@ def test_misplaced_missing_and_unanswerable_are_counted_by_name() -> None:
     ]
 
 
-def task_of(bases: dict[str, Path]) -> QuestionAnswering:
-    recipe = {"task": "question-answering", "window_stride": 4, "train": {"sequence_length": 16}}
+def task_of(bases: dict[str, Path], stride: int = 4) -> QuestionAnswering:
+    recipe = {"task": "question-answering", "window_stride": stride, "train": {"sequence_length": 16}}
     tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
     return QuestionAnswering(build_recipe(recipe, FinetuneRecipe), tokenizer)
 
@@ -194,6 +197,21 @@ def test_what_is_learnt_is_the_answer_itself(bases: dict[str, Path]) -> None:
     assert {word for number, word in words if number == 1} == {"[CLS]"}
     with pytest.raises(WrongUse, match="no question has its answer"):
         task.prepare([{"id": "1", "question": "q", "context": "a", "answers": [(0, "b")]}], [])
+
+
+@pytest.mark.parametrize(
+    ("stride", "question"), [(4, "who"), (12, "who"), (99, "who"), (7, "who likes the cat " * 4)]
+)
+def test_every_token_of_a_context_is_in_a_window(stride: int, question: str, bases: dict[str, Path]) -> None:
+    """Also beside a question that leaves fewer tokens than windows should share, and in no more windows than needed."""
+    task = task_of(bases, stride)
+    context = " ".join(["the cat is in rome"] * 9)
+    record = {"id": "1", "question": question, "context": context, "answers": [(0, "the")], "span": (0, 3)}
+    rows = task.rows([record])
+    spans = [(offsets[0, 0], offsets[-1, 1]) for _, _, offsets in task.windows]
+    assert spans[0][0] == 0 and spans[-1][1] == len(context)
+    assert all(following[0] <= before[1] + 1 for before, following in pairwise(spans))
+    assert len(rows) <= 45
 
 
 @pytest.mark.parametrize("has_unanswerable", [True, False])

@@ -99,7 +99,7 @@ class FinetuneRecipe(Section):
     ] = "auto"
     """classification: what a label is, by transformers' names; auto: lists are several classes, fractions numbers."""
     window_stride: int = Field(default=64, gt=0)
-    """question-answering: tokens that consecutive windows of a context share."""
+    """question-answering: tokens that consecutive windows of a context share, half of a window if that is shorter."""
     max_answer_tokens: int = Field(default=30, gt=0)
     """question-answering: longest answer."""
     temperature: float = Field(default=0.05, gt=0)

@@ -187,8 +187,6 @@ def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task
     if recipe.train.sequence_length > (longest := config.sequence_length):
         why = f"{recipe.train.sequence_length} is more than the model's {longest} positions"
         fix = f"--set train.sequence_length={longest}"
-        if recipe.task == "question-answering" and recipe.window_stride >= longest // 2:
-            fix += f" --set window_stride={max(longest // 4, 1)}"
         raise WrongUse("the rows are too long for the model", where="train.sequence_length", why=why, fix=fix)
     if task.family == "bert" and (tokenizer.cls_id is None or tokenizer.sep_id is None):
         raise WrongUse("the tokenizer has no [CLS] and [SEP]", where=recipe.model.init_from)

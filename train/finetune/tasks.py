@@ -193,8 +193,9 @@ class QuestionAnswering(Task):
             first_character, last_character = record.get("span") or (0, 0)
             inside = np.flatnonzero((offsets[:, 1] > first_character) & (offsets[:, 0] < last_character))
             room = self.length - len(question) - 3
-            step = max(room - self.recipe.window_stride, 1)
-            for first in range(0, max(len(ids) - self.recipe.window_stride, 1), step):
+            stride = self.recipe.window_stride
+            shared = stride if stride < room else room // 2  # beside a long question, or in short rows
+            for first in range(0, max(len(ids) - shared, 1), max(room - shared, 1)):
                 part = ids[first : first + room]
                 row = pair_row(self.tokenizer, question, part, self.length)
                 span, shift = inside - first, len(question) + 2
