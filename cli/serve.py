@@ -156,7 +156,8 @@ def command(
     from ..inference.serving.accounts import ServerLimits, Telemetry, Traces
     from ..inference.serving.catalogue import Catalogue
     from ..inference.serving.keys import read_keys, replace_keys
-    from ..inference.serving.listen import LOOPBACK, ReloadedFile, bind, run
+    from ..inference.serving.listen import LOOPBACK, bind, run
+    from ..inference.serving.reload import ReloadedFile
     from ..inference.serving.server import Server, build_app
 
     if given["follow"]:

@@ -59,11 +59,7 @@ def train(
         ExitStack() as entered,
     ):
         workspace = RunWorkspace(run_dir, ranks.token, ranks.leads)
-
-        def lock() -> None:
-            entered.enter_context(workspace)
-
-        ranks.first_decides(lock)  # a directory in use ends all processes with the one message of the first
+        ranks.first_enters(workspace, entered)
         before = ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
         check_shared(workspace, ranks)
         world = ranks.mesh.world

@@ -16,11 +16,9 @@ import resource
 import select
 import signal
 import socket
-import ssl
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,9 +27,10 @@ import uvloop
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ...core.console import background_stderr, say, warn
-from ...core.errors import Failed, ThroughlineError, WrongUse
+from ...core.console import background_stderr, say
+from ...core.errors import Failed, WrongUse
 from .calls import Server, error_body
+from .reload import ReloadedFile, bad_certificate, read_certificate
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
@@ -259,47 +258,6 @@ class Reading(asyncio.BufferedProtocol):
         self._inner.data_received(self._place[:nbytes])
 
 
-Stamp = tuple[int, int, int] | None
-
-
-@dataclass
-class ReloadedFile:
-    """Files that are read while the server runs: what they are called, and what reads them again and says so."""
-
-    name: str
-    paths: Sequence[Path]
-    read: Callable[[], None]  # raises WrongUse for what cannot be used, and changes nothing then
-
-    def __post_init__(self) -> None:
-        self._seen = self._stamps()
-
-    def changed(self) -> bool:
-        """Whether one of the files is another one than at the last call."""
-        stamps = self._stamps()
-        differs, self._seen = stamps != self._seen, stamps
-        return differs
-
-    def reload(self) -> None:
-        """Read the files again; what they held stays in use when that fails."""
-        try:
-            self.read()
-        except (ThroughlineError, OSError) as error:
-            warn(f"{self.name} were not read again, the older ones stay in use: {error}")
-        else:
-            say(f"{self.name} were read again")
-
-    def _stamps(self) -> list[Stamp]:
-        return [_stamp(path) for path in self.paths]
-
-
-def _stamp(path: Path) -> Stamp:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
 class DrainingServer(uvicorn.Server):
     """uvicorn, ending with exit code 0 after a drain instead of dying of the signal."""
 
@@ -371,22 +329,6 @@ def connections() -> int:
         return CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files - OWN_FILES)
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return min(CONNECTIONS, max(1, soft - OWN_FILES))
-
-
-def read_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-    """Let new connections have this certificate. Raises WrongUse when it and its key do not fit together."""
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:
-        raise bad_certificate(error, certificate) from error
-    context.load_cert_chain(certificate, key)
-
-
-def bad_certificate(error: OSError, certificate: Path | str) -> WrongUse:
-    """The error of a certificate or key that cannot be used."""
-    why = str(getattr(error, "reason", None) or error.strerror or error).replace("_", " ").lower()
-    fix = "give a chain of certificates and the private key of its first one, both in PEM"
-    return WrongUse("TLS cannot begin", where=certificate, why=why, fix=fix)
 
 
 def run(

@@ -12,7 +12,7 @@ from throughline.core.errors import WrongUse
 from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.keys import Key, find_key, read_keys, replace_keys
-from throughline.inference.serving.listen import ReloadedFile
+from throughline.inference.serving.reload import ReloadedFile
 from throughline.inference.serving.server import Server, build_app
 
 Asked = tuple[str, str, dict | None]

@@ -15,6 +15,7 @@ from throughline.inference.serving import listen
 from throughline.inference.serving.accounts import ServerLimits, Telemetry
 from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.keys import read_keys, replace_keys
+from throughline.inference.serving.reload import ReloadedFile, read_certificate
 from throughline.inference.serving.server import Server, build_app
 
 
@@ -56,9 +57,9 @@ def test_new_connections_get_the_new_certificate_and_a_faulty_one_changes_nothin
     (tmp_path / "none").write_text("no certificate")
     for wrong in ((new[0], old[1]), (tmp_path / "none", old[1]), (tmp_path / "absent", old[1])):
         with pytest.raises(WrongUse, match="TLS cannot begin"):
-            listen.read_certificate(context, *wrong)
+            read_certificate(context, *wrong)
         assert shown(context) == before
-    listen.read_certificate(context, *new)
+    read_certificate(context, *new)
     assert shown(context) != before
 
 
@@ -69,9 +70,7 @@ def test_sighup_reads_keys_again_and_drops_no_connection(tmp_path: Path) -> None
     file = tmp_path / "keys"
     file.write_text("old\n")
     keys = read_keys(file, None, 64)
-    reloaded = listen.ReloadedFile(
-        "the API keys", [file], lambda: replace_keys(keys, read_keys(file, None, 64))
-    )
+    reloaded = ReloadedFile("the API keys", [file], lambda: replace_keys(keys, read_keys(file, None, 64)))
     server = Server(Catalogue([]), ServerLimits(), Telemetry())
     how = {"http": listen.Reading, "lifespan": "on", "ws": "none", "log_config": None, "access_log": False}
     config = uvicorn.Config(build_app(server, keys), **how)

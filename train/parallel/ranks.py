@@ -118,6 +118,16 @@ class Ranks:
             if exit_code is not None:
                 self._until_heard()
 
+    def first_enters(
+        self, context: contextlib.AbstractContextManager[Any], entered: contextlib.ExitStack
+    ) -> None:
+        """Let the first process enter a context, such as a lock; an error of it ends all. Collective."""
+
+        def enter() -> None:
+            entered.enter_context(context)
+
+        self.first_decides(enter)
+
     def gathered(self, value: Any) -> list[Any]:
         """The values of all processes, on the first one; the others get none. Collective, without a time limit."""
         self._turns += 1
