@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core import console, errors
-from ..core.errors import EXIT_FILE, Failed, Stopped, ThroughlineError
+from ..core.errors import EXIT_FILE, Failed, Stopped, ThroughlineError, WrongUse
 from ..core.signals import raising
 
 if TYPE_CHECKING:
@@ -144,6 +144,14 @@ def is_given(name: str) -> bool:
     """Whether the user gave this option of the running command."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE
+
+
+def check_is_file(path: Path, fix: str) -> None:
+    """Raise WrongUse where there is no file, naming the nearest name beside it."""
+    if path.is_dir():
+        raise WrongUse("this is a directory, and one file is read", where=path, fix=fix)
+    if not path.is_file():
+        raise WrongUse("no such file", where=path, fix=errors.beside(path, fix))
 
 
 def read_stdin() -> str:

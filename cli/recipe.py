@@ -11,7 +11,16 @@ from ..core import console
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
 from ..core.hardware import chips
-from ..core.recipe import Section, describe, dump_toml, find_recipe, load_recipe, read_toml, shipped_recipes
+from ..core.recipe import (
+    Section,
+    describe,
+    dump_toml,
+    find_recipe,
+    load_recipe,
+    read_text,
+    read_toml,
+    shipped_recipes,
+)
 from ..models.config import preset_names
 from ..planner.hardware import find_cluster, shipped_clusters
 from ..train.finetune import recipe as finetune
@@ -50,7 +59,7 @@ def show(name: str | None) -> None:
     Example:  throughline recipe show gpt-shakespeare
     """
     if name:
-        text = find_recipe(name).read_text(encoding="utf-8")
+        text = read_text(find_recipe(name))
         console.result({"recipe": name, "text": text}, text.splitlines())
         return
     rows, lines = describe(Recipe), []

@@ -10,7 +10,16 @@ import click
 from ..core import console
 from ..core.errors import EXIT_FAILED, Failed, WrongUse
 from ..core.files import full_disk, json_lines, write_atomic
-from .common import PATH, backend_options, cache_options, flag, option, read_stdin, throughline_command
+from .common import (
+    PATH,
+    backend_options,
+    cache_options,
+    check_is_file,
+    flag,
+    option,
+    read_stdin,
+    throughline_command,
+)
 
 FORMS = (".jsonl", ".npy", ".parquet")  # of `embed --out`
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, each with a text
@@ -69,8 +78,9 @@ def generate(path: str, file: Path | None, prompt: str | None, out: Path | None,
     sampling = Sampling(**asked)
     like = Job(NO_IDS, most, sampling, stop, n=samples, skip_special_tokens=skip_special_tokens)
     if file is not None:
-        if out is None or prompt is not None or not file.is_file():
-            fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
+        fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
+        check_is_file(file, fix)
+        if out is None or prompt is not None:
             raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
         facts = generate_file(path, file, out, like, options, add_special_tokens=add_special_tokens)
         check_answered(facts, out, 'look for "error" in that file')
@@ -125,9 +135,8 @@ def embed(path: str, file: str, out: str | None, chunk: bool, field: str, **how:
     """
     from ..data.ingest.inputs import check_no_markup
 
-    if file != "-" and not Path(file).is_file():
-        fix = "give a text file with one text per line, or - for standard input"
-        raise WrongUse("no such file", where=file, fix=fix)
+    if file != "-":
+        check_is_file(Path(file), "give a text file with one text per line, or - for standard input")
     form = Path(out).suffix if out else ".jsonl"
     if form not in FORMS:
         raise WrongUse("embeddings are not written so", where=out, fix=f"name it {', '.join(FORMS)}")

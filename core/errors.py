@@ -3,6 +3,7 @@
 The command line prints the four parts; a traceback appears with `--debug`. Asserts are for invariants of our own.
 """
 
+import re
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -66,7 +67,7 @@ def beside(path: Path, otherwise: str = "") -> str:
 def download_hint(path: Path) -> str:
     """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
     ours = path.parts[:1] == ("runs",) or ".." in path.parts or path.suffix in (".pt", ".gguf", ".onnx")
-    if ours or path.is_absolute() or len(path.parts) > 2:
+    if ours or path.is_absolute() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path), re.ASCII):
         return ""
     return f"; a model of the hub is downloaded first: hf download {path} --local-dir {path.name}"
 

@@ -130,12 +130,18 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
 
 def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]]:
     """The text of a TOML file and its tree. Raises WrongUse when it is none."""
+    text = read_text(path, what)
     try:
-        text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         why, fix = str(error), "mend that line"
         raise WrongUse(f"{what} is not valid TOML", where=path, why=why, fix=fix) from None
+
+
+def read_text(path: Path, what: str = "the recipe") -> str:
+    """The text of a TOML file. Raises WrongUse when it is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         why, fix = str(error), "it must be TOML in UTF-8"
         raise WrongUse(f"cannot read {what}: not a text file", where=path, why=why, fix=fix) from None

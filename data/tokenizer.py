@@ -78,6 +78,9 @@ class Tokenizer:
         no tokenizer there and Refused when the file is damaged.
         """
         path = Path(path)
+        latest = path / "checkpoints" / "latest"
+        if latest.is_file() and not (path / FILE).is_file():  # a run's is beside its weights
+            path = latest.parent / latest.read_text(encoding="utf-8").strip()
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer TEXT --out DIRECTORY"

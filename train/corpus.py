@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifact import Input, input_record, is_artifact, read_manifest
-from ..core.errors import Refused, WrongUse
+from ..core.errors import Failed, Refused, WrongUse
 from ..core.files import sha256_file, sha256_json
 from ..data.ingest.inputs import expand_inputs
 from ..data.ingest.tokenize import make_plan, tokenize
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer, tokenizer_beside
-from .recipes.own_text import VOCABULARY, text_bytes, token_bytes
+from .recipes.own_text import VOCABULARY, here, text_bytes, token_bytes
 from .recipes.recipe import Recipe
 from .recipes.resolved import is_text
 
@@ -75,7 +75,10 @@ def _untokenised(recipe: Recipe, texts: Sequence[str]) -> Corpus:
     for path in (*(source.path for source in data.sources()), data.validation):
         if path in texts:
             sources = expand_inputs([path])
-            sizes.append(text_bytes(sources, options) / token_bytes(sources, options, tokenizer))
+            size = text_bytes(sources, options)
+            if not size and sources == here(sources):
+                raise Failed("no text in the input", where=path, fix="name files that hold text")
+            sizes.append(size / token_bytes(sources, options, tokenizer))
         elif path:
             sizes.append(TokenStore.open(path).tokens)
     held_out = [sizes.pop()] if data.validation else [size * data.validation_fraction for size in sizes]

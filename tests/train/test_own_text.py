@@ -64,6 +64,7 @@ def test_a_text_trains_and_its_report_has_samples(tmp_path: Path, monkeypatch: p
     page = Path("runs/my/report.html").read_text()
     assert "Samples" in page and "step 2" in page and "It is said that" in page and "my.txt (" in page
     assert str(tmp_path) not in page
+    assert Tokenizer.load("runs/my").vocab_size == Tokenizer.load("runs/my/cache/tokenizer").vocab_size
 
 
 def test_weights_take_no_picked_recipe(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ...core.artifact import input_record, is_artifact, read_manifest
 from ...core.console import amount, cell, say
-from ...core.errors import WrongUse
+from ...core.errors import Failed, WrongUse
 from ...core.hardware import machine
 from ...core.recipe import load_recipe, parse_override, text_override
 from ...data.ingest.inputs import Source, expand_inputs
@@ -43,6 +43,9 @@ def recipe_for_text(text: str, overrides: Sequence[str]) -> tuple[str, list[str]
     user = load_recipe(ON_CPU[0], Recipe, overrides)
     _check_shape(text, user)
     size = text_bytes(expand_inputs([text]), user.data.read_options())
+    if not size:
+        fix = "name files that hold text, or another data.field"
+        raise Failed("no text in the input", where=text, fix=fix)
     encoder = model_family(user) == "bert" or user.objective is not None
     on_gpu = bool(machine().gpus)
     names, family = (ENCODERS, "a BERT") if encoder else (ON_GPU if on_gpu else ON_CPU, "a GPT")
@@ -119,6 +122,11 @@ def _settings(recipe: Recipe, name: str, overrides: Sequence[str], tokens: float
     return settings, reason
 
 
+def here(sources: Sequence[Source]) -> list[Source]:
+    """Without those that would be downloaded to be read."""
+    return [source for source in sources if not source.streamed]
+
+
 def text_bytes(sources: Sequence[Source], options: ReadOptions) -> float:
     """Bytes of text in these files: their size, times the share of text in what SAMPLE_BYTES of it are read from."""
     taken = found = 0
@@ -127,7 +135,7 @@ def text_bytes(sources: Sequence[Source], options: ReadOptions) -> float:
         nonlocal taken
         taken += size
 
-    for source in sources:
+    for source in here(sources):
         for batch in Reader(options, Counter(), count).read(source):
             found += utf8_bytes(batch.texts)
             if found >= SAMPLE_BYTES:
@@ -142,7 +150,7 @@ def token_bytes(sources: Sequence[Source], options: ReadOptions, tokenizer: Toke
     """Bytes of text in a token, measured on the first documents, or TOKEN_BYTES without a tokenizer."""
     if tokenizer is None:
         return TOKEN_BYTES
-    for source in sources:
+    for source in here(sources):
         for batch in Reader(options, Counter()).read(source):
             texts = [text[:10_000] for text in batch.texts[:100]]
             _, lengths = tokenizer.encode_batch(texts)
