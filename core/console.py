@@ -10,6 +10,7 @@ import io
 import json
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -59,9 +60,15 @@ def log(level: str, message: str = "", **fields: Any) -> None:
     if _settings["log_format"] == "json":
         write_line(_json_line(level, message, fields))
         return
-    values = [f"{name}={value}" for name, value in fields.items()]
+    values = [f"{name}={_text_value(value)}" for name, value in fields.items()]
     prefix = "" if level == "info" else f"{level}: "
     write_line(prefix + " ".join([message, *values] if message else values))
+
+
+def _text_value(value: Any) -> str:
+    """A value of a field, in quotes when it has blanks or quotes itself."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if re.search(r"[\s\"=]", text) else text
 
 
 def _json_line(level: str, message: str, fields: dict[str, Any]) -> str:

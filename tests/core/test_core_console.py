@@ -199,3 +199,8 @@ def test_stderr_is_json_lines_throughout(monkeypatch: pytest.MonkeyPatch, tmp_pa
         {"level": "info", "message": "of a library"},
         {"level": "error", "message": "error: wrong\n  where: here\n  fix:   mend it"},
     ]
+
+
+def test_the_fields_of_a_line_of_text_can_be_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    console.log("warning", status=500, path="/ready", error='no "model" here')
+    assert capsys.readouterr().err == 'warning: status=500 path=/ready error="no \\"model\\" here"\n'
