@@ -90,15 +90,16 @@ def test_a_directory_without_a_head_is_read_as_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("kind", "change", "error"),
     [
-        ({"problem_type": "ranking"}, Refused),
-        ({"id2label": {"1": "a", "2": "b", "3": "c"}}, Failed),
-        ({"hidden_act": "mish"}, Refused),
+        ("sequence-classification", {"problem_type": "ranking"}, Refused),
+        ("token-classification", {"problem_type": "regression"}, Refused),
+        ("sequence-classification", {"id2label": {"1": "a", "2": "b", "3": "c"}}, Failed),
+        ("sequence-classification", {"hidden_act": "mish"}, Refused),
     ],
 )
-def test_what_our_heads_cannot_express_is_refused(change, error, tmp_path):
-    fields, state = to_huggingface(scattered("sequence-classification"))
+def test_what_our_heads_cannot_express_is_refused(kind, change, error, tmp_path):
+    fields, state = to_huggingface(scattered(kind))
     write(fields | change, state, tmp_path)
     with pytest.raises(error):
         load_huggingface(tmp_path)
