@@ -139,9 +139,9 @@ def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]
 
 
 def read_text(path: Path, what: str = "the recipe") -> str:
-    """The text of a TOML file. Raises WrongUse when it is no text."""
+    """The text of a TOML file, without the byte order mark of Windows editors. Raises WrongUse when it is no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         why, fix = str(error), "it must be TOML in UTF-8"
         raise WrongUse(f"cannot read {what}: not a text file", where=path, why=why, fix=fix) from None

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 from throughline.core.errors import WrongUse
-from throughline.core.recipe import Problem, Section, dump_toml, line_of, load_recipe, recipe_hash
+from throughline.core.recipe import Problem, Section, dump_toml, line_of, load_recipe, read_toml, recipe_hash
 
 
 class Inner(Section):
@@ -104,3 +104,10 @@ def test_line_of_finds_dotted_and_nested_keys() -> None:
         2,
         None,
     ]
+
+
+def test_a_recipe_saved_by_a_windows_editor_is_read(tmp_path: Path) -> None:
+    """Notepad writes a byte order mark and \\r\\n; tomllib takes the second alone."""
+    file = tmp_path / "recipe.toml"
+    file.write_bytes(b"\xef\xbb\xbf# mine\r\n[train]\r\nsteps = 7\r\n")
+    assert read_toml(file)[1] == {"train": {"steps": 7}}
