@@ -92,6 +92,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = False
+    continuous_usage_stats: bool | None = False
 
     def __post_init__(self) -> None:
         if self.include_obfuscation:

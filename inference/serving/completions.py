@@ -192,7 +192,9 @@ class Answers:
         return [self._body_of(self._choice(choice)) for choice in self._choices if choice.text]
 
     def step(self, piece: Piece) -> dict[str, Any] | None:
-        return self._body_of(self._chunk(piece))
+        options = self.body.stream_options
+        told = {"usage": self.usage()} if options is not None and options.continuous_usage_stats else {}
+        return self._body_of(self._chunk(piece)) | told
 
     def ending(self) -> list[dict[str, Any]]:
         options = self.body.stream_options

@@ -24,6 +24,7 @@ class Part(Strict):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.said is None:
@@ -73,6 +74,7 @@ class Message(Strict):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None  # another name of it
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -82,6 +84,8 @@ class Message(Strict):
     audio: None = None
     tool_calls: list[ToolCall] | None = None
     annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -91,15 +95,15 @@ class Message(Strict):
     @property
     def characters(self) -> int:
         """Those of everything that the chat template gets."""
-        own = (self.text, self.name or "", self.tool_call_id or "", self.reasoning_content or "")
-        return sum(map(len, own)) + sum(call.characters for call in self.tool_calls or ())
+        own = (self.text, self.name, self.tool_call_id, self.reasoning_content or self.reasoning)
+        return sum(len(text) for text in own if text) + sum(call.characters for call in self.tool_calls or ())
 
     def turn(self) -> dict[str, Any]:
         """As a chat template takes it."""
         turn: dict[str, Any] = {"role": self.role, "content": self.text}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if value := getattr(self, name):
-                turn[name] = value
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        named["reasoning_content"] = self.reasoning_content or self.reasoning
+        turn |= {name: value for name, value in named.items() if value}
         if self.tool_calls:
             turn["tool_calls"] = [call.described() for call in self.tool_calls]
         return turn

@@ -151,3 +151,36 @@ def test_a_bad_line_stops_nobody_else(gpt_onnx: Path, bert_dir: Path, tmp_path: 
     source.write_text('{"text": "b"}\n')
     with pytest.raises(WrongUse, match="nothing to answer"):
         generate_file(gpt_onnx, source, tmp_path / "other.jsonl", Job(NO_IDS, 5), CPU)
+
+
+def test_a_prompt_is_begun_and_an_answer_ended_as_transformers_does(
+    sentencepiece_dir: Path, tmp_path: Path
+) -> None:
+    """BOS in front unless it is turned off, special tokens parsed, in a file of prompts too; the second end token that
+    generation_config.json names ends an answer and is no text.
+    """
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(sentencepiece_dir)
+    model = transformers.AutoModelForCausalLM.from_pretrained(sentencepiece_dir).eval()
+    prompts = ["hello world", "<|user|>\nhello<|end|>\n<|assistant|>"]
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    generate_file(sentencepiece_dir, source, out, Job(NO_IDS, 8), CPU)
+    answered = [json.loads(line)["answers"][0] for line in out.read_text().splitlines()]
+    for prompt, answer in zip(prompts, answered, strict=True):
+        for add in (True, False):
+            ids = theirs(prompt, add_special_tokens=add, return_tensors="pt").input_ids
+            made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+            deltas = [
+                delta
+                for _, delta in continue_text(
+                    sentencepiece_dir, prompt, Job(NO_IDS, 8), CPU, add_special_tokens=add
+                )
+            ]
+            assert [delta.token.id for delta in deltas if delta.token] == made
+            if add:
+                assert "".join(delta.text for delta in deltas) == answer
+    end = theirs.convert_tokens_to_ids("<|end|>")
+    likely = Job(NO_IDS, 8, Sampling(temperature=0.0, logit_bias=((end, 100.0),)))
+    (delta,) = [delta for _, delta in continue_text(sentencepiece_dir, "hello", likely, CPU)]
+    assert (delta.token.id, delta.text, delta.finish) == (end, "", "stop")

@@ -122,11 +122,11 @@ def test_messages_as_clients_send_them_back() -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {}}]},
         {"role": "assistant", "content": [said], "id": "msg_1", "status": "completed", "phase": "commentary"},
-        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": None, "refusal": "no", "provider_specific_fields": {}},
         {
             "role": "assistant",
-            "content": [{"type": "refusal", "refusal": "never"}],
-            "reasoning_content": "hm",
+            "content": [{"type": "refusal", "refusal": "never", "cache_control": {"type": "ephemeral"}}],
+            "reasoning": "hm",
         },
         {"role": "tool", "content": "4", "tool_call_id": "call_1"},
         {"role": "function", "content": "4", "name": "add"},

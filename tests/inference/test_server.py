@@ -61,6 +61,7 @@ def test_streams_add_up_to_the_whole_answer(ask_texts) -> None:
             whole = await found.complete(**fields)
             events = await stream(found.client, **fields, stream_options={"include_usage": True})
             assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
+            assert not any("usage" in event for event in events[:-1])
             for expected in whole["choices"]:
                 parts = [
                     event["choices"][0]
@@ -72,6 +73,17 @@ def test_streams_add_up_to_the_whole_answer(ask_texts) -> None:
                 assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [
                     expected["finish_reason"]
                 ]
+
+    ask_texts(body)
+
+
+def test_usage_is_told_with_every_event_where_that_is_asked(ask_texts) -> None:
+    """vLLM's option, by which load generators count."""
+
+    async def body(found) -> None:
+        events = await stream(found.client, prompt="x", stream_options={"continuous_usage_stats": True})
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == list(range(1, len(events) + 1))
 
     ask_texts(body)
 
