@@ -14,9 +14,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..core.errors import ThroughlineError, WrongUse
-from .model_settings import CHAT, chat_template, end_ids, settings_of
-from .roles import ROLES
-from .tokenizer import BREAK, CONFIG, Tokenizer
+from .model_settings import CHAT, chat_template, end_ids
+from .roles import ROLES, settings_beside
+from .tokenizer import BREAK, FILE, Tokenizer
 
 # Tokens that end a turn, where the template does not show by itself what ends one.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
@@ -48,15 +48,12 @@ class ChatTemplate:
             fix = "correct the template, or serve the model without chats by removing it"
             raise WrongUse("the chat template is broken", where=CHAT, why=str(error), fix=fix) from error
         self.source, self._tokenizer, self._names = source, tokenizer, names
-        added = tokenizer.config.get("added_tokens") or []
-        self._added = {token["content"]: int(token["id"]) for token in added}
-        guarded = {
-            token["content"] for token in added if token.get("special") or token["content"] in TURN_ENDS
-        }
-        guarded |= {token for token, i in self._added.items() if i in tokenizer.special_ids}
+        added = tokenizer.added_tokens
+        self._added = {token.content: i for i, token in added.items()}
+        guarded = {token.content for token in added.values() if token.special or token.content in TURN_ENDS}
         self._guarded = _any_of(guarded)
         # Such tokens are found in the normalised text, so other spellings of them count too.
-        self._has_spellings = any(token.get("special") and token.get("normalized") for token in added)
+        self._has_spellings = any(token.special and token.normalized for token in added.values())
         self.turn_ends = frozenset(self._turn_ends())  # what the template writes behind an answer
         self.end_ids: frozenset[int] = frozenset(ends) | self.turn_ends  # the ids that end an answer
 
@@ -66,7 +63,7 @@ class ChatTemplate:
         try:
             if (source := chat_template(directory)) is None:
                 return None
-            names = _token_names(settings_of(directory, CONFIG), tokenizer)
+            names = _token_names(settings_beside(directory / FILE), tokenizer)
             return cls(source, tokenizer, names, end_ids(directory, tokenizer))
         except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             why = f"{type(error).__name__}: {error}"

@@ -30,10 +30,7 @@ def settings_of(directory: Path, name: str) -> dict[str, Any]:
     file = beside_model(directory, name)
     if not file.is_file():
         return {}
-    try:
-        stated = read_json(file)
-    except ValueError as error:
-        raise Refused(f"not a {name}", where=file, why=str(error), fix="restore the file") from error
+    stated = read_json(file)
     if not isinstance(stated, dict):
         raise Refused(f"not a {name}", where=file, why="it is no JSON object", fix="restore the file")
     return stated

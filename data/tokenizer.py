@@ -17,10 +17,10 @@ import numpy as np
 
 from ..core.artifact import Input, create_artifact, input_record, is_artifact
 from ..core.errors import Refused, WrongUse, beside
-from ..core.files import read_json, sha256_json
+from ..core.files import sha256_json
 from .detokenizer import Detokenizer, JoinedBytes, JoinedTokens, TokenTexts, WindowDetokenizer, pieces_of
 from .framing import framing_of, steps_of
-from .roles import ROLES, manifest_roles, pick_roles
+from .roles import ROLES, manifest_roles, pick_roles, settings_beside
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Put into a special token that a message spells: the token is then encoded as characters. No text holds it by chance.
@@ -44,7 +44,7 @@ class Tokenizer:
         where: str = FILE,
         settings: dict[str, Any] | None = None,
     ):
-        """`special` has the ids of the roles; `settings` is the content of a tokenizer_config.json."""
+        """`special` has the ids of the roles; `settings` are those of `settings_beside`."""
         try:
             self._library = _library(text)
         except Exception as error:  # the library raises plain Exception for every fault of the file
@@ -64,11 +64,13 @@ class Tokenizer:
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
         self.eos_id, self.bos_id, self.pad_id, self.unk_id, *others = map(self.special.get, ROLES)
         self.cls_id, self.sep_id, self.mask_id = others
+        # whatever the file calls them, the text of roles stays text; how they take blanks stays, too
         added = self.added_tokens
-        roles = [token for i in set(self.special.values()) if (token := added.get(i)) and not token.special]
-        # whatever the file calls them: their text stays text
-        self._role_tokens = sorted(token.content for token in roles)
-        self._library.add_special_tokens(self._role_tokens)
+        roles = [added[i] for i in sorted({*self.special.values()}) if i in added and not added[i].special]
+        for token in roles:
+            token.special = True
+        self._role_tokens = roles
+        self._library.add_special_tokens(roles)
 
     @classmethod
     def load(cls, path: Path | str, special: dict[str, int] | None = None) -> "Tokenizer":
@@ -101,7 +103,7 @@ class Tokenizer:
             raise Refused("not a tokenizer.json", where=file, why=why, fix=CONVERT)
         if special is None:
             special = manifest_roles(file)
-        return cls(text, special, str(file), _settings(file))
+        return cls(text, special, str(file), settings_beside(file))
 
     @cached_property
     def separators(self) -> int:
@@ -384,14 +386,3 @@ def _library(text: str) -> Any:
     if getattr(library.model, "dropout", None) is not None:
         library.model.dropout = None
     return library
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """The content of the tokenizer_config.json beside a tokenizer.json, empty where there is none."""
-    config = file.parent / CONFIG
-    if not config.is_file():
-        return {}
-    stated = read_json(config)
-    if not isinstance(stated, dict):
-        raise Refused("not a tokenizer", where=config, why="it is no JSON object", fix="restore the file")
-    return stated

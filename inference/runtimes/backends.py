@@ -17,10 +17,12 @@ from typing import Any
 
 from ...core.artifact import input_record, is_artifact, read_manifest, verify_artifact
 from ...core.backend import AUTO, BackendOptions, Limits
-from ...core.console import say, warn
+from ...core.console import say, warn, warn_once
 from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
+from ...data.model_settings import end_ids
+from ...data.roles import no_end
 from ...data.tokenizer import Tokenizer
 from ...models.config import FAMILIES, SINGLE_LABEL, GPTConfig, ModelConfig
 from ...models.sentence import embeds, read_sentence
@@ -79,7 +81,10 @@ def open_text_model(path: Path | str, family: str, options: BackendOptions) -> t
         raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}{reads}", fix=fix)
     if loaded.tokenizer is None:
         raise WrongUse("this model has no tokenizer.json", where=path, fix="put one beside the weights")
-    return loaded, Tokenizer.load(loaded.tokenizer)
+    tokenizer = Tokenizer.load(loaded.tokenizer)
+    if loaded.causal is not None and not end_ids(loaded.tokenizer.parent, tokenizer):
+        warn_once(f"answers end at their longest alone: {no_end(tokenizer)}")
+    return loaded, tokenizer
 
 
 def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from throughline.data.text_stream import TextStream
 from throughline.data.tokenizer import Tokenizer
-from tokenizer_fixtures import TOKENIZERS, sentencepiece
+from tokenizer_fixtures import TOKENIZERS, byte_level, sentencepiece
+from tokenizers import AddedToken
 
 
 @pytest.fixture(scope="module", params=sorted(TOKENIZERS))
@@ -106,3 +107,45 @@ def test_the_post_processor_alone_decides_about_bos(asked: bool, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": asked}))
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("hello").input_ids
     assert Tokenizer.load(tmp_path).encode_prompt("hello").tolist() == theirs
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    "flags", [{"rstrip": True}, {"lstrip": True, "rstrip": True}, {"normalized": True}, {"single_word": True}]
+)
+def test_flags_of_added_tokens_are_those_of_transformers(
+    flags: dict[str, bool], special: bool, tmp_path: Path
+) -> None:
+    """Also of a token that only tokenizer_config.json makes special, by naming it as the end of text."""
+    transformers = pytest.importorskip("transformers")
+    library = byte_level()
+    tokens = [AddedToken(name, **{"normalized": False} | flags) for name in ("<END>", "<U>")]
+    if special:
+        library.add_special_tokens(tokens)
+    else:
+        library.add_tokens(tokens)
+    library.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<END>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(tmp_path)), Tokenizer.load(tmp_path)
+    for text in ("a <END> b", "a<END>\n b<U>\n c <U> d", "x<END>y <END>", "the<U>and <U> and"):
+        ids = theirs(text).input_ids
+        assert ours.encode_prompt(text).tolist() == ids
+        raw = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert ours.encode(text).tolist() == raw
+        assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_roles_are_found_in_every_file_that_names_them(tmp_path: Path) -> None:
+    """special_tokens_map.json counts where transformers reads it; config.json's end where nothing else names one."""
+    transformers = pytest.importorskip("transformers")
+    library = byte_level()
+    library.save(str(tmp_path / "tokenizer.json"))
+    eot, end = (library.token_to_id(name) for name in ("<|eot_id|>", "<|end_of_text|>"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": [eot, end]}))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|begin_of_text|>"}')
+    assert Tokenizer.load(tmp_path).eos_id == eot
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|end_of_text|>"}}')
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert Tokenizer.load(tmp_path).eos_id == theirs.eos_token_id == end
