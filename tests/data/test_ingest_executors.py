@@ -121,7 +121,7 @@ def test_elements_may_run_at_once(place: Path, tmp_path: Path, cluster: dict[str
     ("options", "command", "words"),
     [
         (["--emit", "kubernetes"], [], "has no kubernetes"),
-        ([], [], "--workers N"),
+        ([], [], "--out o --workers "),
         (["--emit", "slurm"], ["--task-index", "1", "--task-count", "2"], "divides the work itself"),
         (["--emit", "slurm"], ["--workers", "2"], "divides the work itself"),
         (["--emit", "slurm"], ["--overwrite"], "remove the old store"),
