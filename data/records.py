@@ -9,11 +9,16 @@ import io
 import json
 import lzma
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, pairwise, starmap
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..core.errors import Failed, WrongUse
 from ..core.files import json_lines
@@ -240,11 +245,45 @@ def hub_records(name: str, config: str | None, split: str, limit: int | None) ->
     """The records of a `datasets` name. Raises WrongUse when it cannot be had: --data-dir is the way out."""
     import datasets
 
+    what = f"cannot get the data set {name} ({config or 'default'}, {split})"
+    fix = "give the files yourself with --data-dir; `throughline eval --list` names those of each task"
+    offline = not _hub_answers()
     try:
-        found = datasets.load_dataset(name, config, split=split)
+        with _offline() if offline else nullcontext():  # else the library tries for half a minute
+            found = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises many kinds: no network, unknown name, gated, script refused
-        what, why = f"cannot get the data set {name} ({config or 'default'}, {split})", type(error).__name__
-        fix = "give the files yourself with --data-dir; `throughline eval --list` names those of each task"
-        raise WrongUse(what, why=f"{why}: {error}", fix=fix) from error
+        why = f"{type(error).__name__}: {error}"
+        if offline:
+            why = "the Hugging Face hub does not answer from here, and the data set is not in its cache"
+        raise WrongUse(what, why=why, fix=fix) from error
     count = len(found) if limit is None else min(limit, len(found))
     return [Record(f"{name}/{split}:{i + 1}", found[i]) for i in range(count)]
+
+
+@cache
+def _hub_answers() -> bool:
+    """Whether the hub's server takes a connection; behind a proxy it is taken to be there."""
+    from huggingface_hub import constants
+
+    url = urlsplit(constants.ENDPOINT)
+    if getproxies().get(url.scheme) or constants.HF_HUB_OFFLINE:
+        return True
+    try:
+        with socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 5):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The libraries of the hub read their caches and ask nobody."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

@@ -38,6 +38,10 @@ class BackendTrees(BackendReader):
 
     backend: CausalBackend
 
+    def writer(self, tokens: int) -> CausalBackend:
+        """What writes texts of so many tokens, prompt and answer."""
+        return self.backend
+
     def predict(self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray) -> Predicted:
         """See `ModuleTrees.predict`. Prefixes are in rows 0 … Q-1, branches in rows in the order of the trees."""
         firsts = np.cumsum([0, *(max(1, len(tree.branches)) for tree in trees)]).tolist()

@@ -132,5 +132,6 @@ class CausalScorer(BatchedScorer):
 
     def written(self, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int) -> Iterator[Written]:
         """Greedy text after prompts that leave room for it."""
-        backend, tokenizer = self.reader.backend, self.tokenizer
-        yield from greedy_texts(backend, tokenizer, prompts, until, max_tokens, self.end_ids)
+        longest = max(map(len, prompts), default=0) + max_tokens
+        backend = self.reader.writer(longest)
+        yield from greedy_texts(backend, self.tokenizer, prompts, until, max_tokens, self.end_ids)

@@ -12,7 +12,7 @@ the softmax are float32 whatever the model's dtype. The last block's feed-forwar
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -68,12 +68,13 @@ class ModuleTrees(ModuleReader):
     shares = True
     trunk: tuple[Ids, list[tuple[Tensor, Tensor]]] = ((), [])  # keys and values of each layer, (1, G, S, D)
 
-    @cached_property
-    def backend(self) -> Any:
-        """The module behind the protocol of backends, for text that it writes."""
+    def writer(self, tokens: int) -> Any:
+        """The module behind the protocol of backends, for texts that it writes: a cache row holds so many tokens,
+        prompt and answer.
+        """
         from ..inference.runtimes.torch_backend import TorchCausal
 
-        return TorchCausal(self.model)
+        return TorchCausal(self.model, min(tokens, self.context))
 
     @torch.inference_mode()
     @one_kernel()

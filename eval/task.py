@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from ..core.console import table
@@ -24,6 +25,7 @@ from .kinds.written import GenerateUntil
 from .task_file import Source, Task
 
 _ROOM = Path(str(resources.files(__package__)))
+LISTING_WIDTH = 100
 KINDS: dict[str, type[Kind]] = {
     "multiple_choice": MultipleChoice,
     "partial": Partial,
@@ -208,14 +210,24 @@ def _problems(task: Task) -> Iterator[str]:
 def task_listing() -> tuple[dict[str, Any], list[str]]:
     """All shipped tasks and the files they look for: (JSON, lines)."""
     tasks = {name: load_task(file) for name, file in shipped_tasks().items()}
-    rows = [
-        (name, task.kind, ", ".join(task.metrics), len(task.members) or None, task.checked, task.about)
-        for name, task in tasks.items()
+    rows = [(name, task.kind, len(task.members) or None, task.checked) for name, task in tasks.items()]
+    lines = table(("task", "kind", "members", "checked"), rows)
+    lines += [
+        "",
+        "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)",
+        "",
     ]
-    checked = "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)"
-    lines = table(("task", "kind", "metrics", "members", "checked", "about"), rows)
-    lines += ["", checked, "", "files looked for below --data-dir, in order:"]
-    lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
+    for name, task in tasks.items():
+        lines.append(name)
+        files = "  ".join(task.source.files)
+        for text in (
+            task.about,
+            f"metrics: {', '.join(task.metrics)}",
+            f"files below --data-dir, in order: {files}",
+        ):
+            lines += wrap(
+                text, LISTING_WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
     payload = {}
     for name, task in tasks.items():
         files = {bound.name: bound.source.files for bound in find_tasks([name])}

@@ -240,6 +240,8 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
         listed
     )
     assert len(listed["blimp"]["files"]) == 67
+    shown = CliRunner().invoke(main, ["eval", "--list"]).stdout.splitlines()
+    assert max(map(len, shown)) <= 100 and "  metrics: acc, acc_norm" in shown
     for arguments, complaint in (
         ([str(gpt_directory)], "nothing to evaluate"),
         ([str(tmp_path / "none"), "--tasks", "blimp"], "no such model"),
