@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from throughline.core.errors import Failed, ThroughlineError, WrongUse
+from throughline.data import records
 from throughline.data.records import Record, find_files, read_records
 from throughline.eval.task import find_tasks, shipped_tasks
 
@@ -316,3 +317,21 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="two tasks are called piqa"):
         find_tasks(["piqa", str(tmp_path / "piqa.toml")])
     assert len(find_tasks(["piqa", "piqa"])) == 1
+
+
+def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would try six times in 25 seconds; here it reads its cache alone, and is told so for this call."""
+    datasets = pytest.importorskip("datasets")
+    from huggingface_hub import constants
+
+    def load(name: str, config: str | None, split: str) -> None:
+        assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+        raise ConnectionError("not in the cache")
+
+    monkeypatch.setattr(records, "_hub_answers", lambda: False)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    before = constants.HF_HUB_OFFLINE
+    with pytest.raises(WrongUse, match="cannot get the data set some/name") as refused:
+        records.hub_records("some/name", None, "test", 2)
+    assert "does not answer from here" in refused.value.why and "--data-dir" in refused.value.fix
+    assert before == constants.HF_HUB_OFFLINE
