@@ -54,6 +54,7 @@ def test_a_class_is_named_by_its_content(labels: list[Any], names: tuple[str, ..
         ([["a"], ["b"]], SINGLE_LABEL, "a label is a list"),
         ([[], []], "auto", "empty"),
         (["a", "a"], "auto", "one label only"),
+        (["['a', 'b']", "['a' 'b']"], "auto", "not JSON"),
     ],
 )
 def test_labels_of_no_problem_are_refused_with_a_fix(labels: list[Any], problem: str, match: str) -> None:
@@ -82,6 +83,10 @@ def test_fractions_are_a_regression_and_lists_are_several_classes() -> None:
     marked = inspect_labels([[0.0, 1.0, 1.0], [0, 0, 0]], class_names=["x", "y", "z"])
     assert marked.problem == MULTI_LABEL and marked.value([0.0, 1.0, 1.0]) == {"y", "z"}
     assert inspect_labels(["a", "b"], MULTI_LABEL).value("a") == {"a"}
+    cells = inspect_labels(['["a", "b"]', "[]", '["a"]'])
+    assert cells.problem == MULTI_LABEL and cells.value('["a", "b"]') == {"a", "b"}
+    assert inspect_labels(["[0, 1]", "[1, 1]"]).value("[0, 1]") == {"1"}
+    assert inspect_labels(["[sports]", "news"]).names == ("[sports]", "news")
 
 
 def test_numbers_get_the_names_that_are_given() -> None:
@@ -251,7 +256,7 @@ def test_words_without_a_prediction_are_scored_as_outside(bases: dict[str, Path]
     }
     tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
     task = TokenClassification(build_recipe(recipe, FinetuneRecipe), tokenizer)
-    records = [{"text": "rome likes paris", "tags": "LOC O LOC"}, {"text": ["it"], "tags": ["O"]}]
+    records = [{"text": "rome likes paris", "tags": '["LOC", "O", "LOC"]'}, {"text": ["it"], "tags": "O"}]
     task.prepare(records, [])
     assert task.kind.scheme == "plain" and task.labels == ("O", "LOC")
     rows = task.rows(records)

@@ -10,6 +10,7 @@ A class is named by its content: 1, 1.0 and "1" are the class "1". true and fals
 also where they are written as text in any case; beside 0 and 1 they are the classes "1" and "0".
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -40,6 +41,7 @@ class TextLabels:
 
     def value(self, label: Any) -> str | float | frozenset[str]:
         """A label as the name of its class, a number, or the names of several classes."""
+        label = listed(label)
         if self.problem == REGRESSION:
             return _number(label)
         if self.problem == MULTI_LABEL:
@@ -61,6 +63,7 @@ def inspect_labels(
     labels: Sequence[Any], problem: str = "auto", class_names: Sequence[str] = ()
 ) -> TextLabels:
     """What the labels of texts are. Raises WrongUse for labels that fit no problem, or not the one that is wanted."""
+    labels = [listed(label) for label in labels]
     has_lists = any(isinstance(label, list | tuple) for label in labels)
     if problem == SINGLE_LABEL and has_lists:
         example = next(label for label in labels if isinstance(label, list | tuple))
@@ -111,6 +114,20 @@ def _inspect_lists(labels: Sequence[Any], class_names: Sequence[str]) -> TextLab
     return TextLabels(
         MULTI_LABEL, tuple(class_names) or tuple(in_order(classes)), class_names=tuple(class_names)
     )
+
+
+def listed(cell: Any) -> Any:
+    """The list that the cell of a table spells in JSON; any other value as it is. Raises WrongUse for other lists."""
+    if not isinstance(cell, str) or not cell.strip().startswith("["):
+        return cell
+    try:
+        value = json.loads(cell)
+    except ValueError:
+        if cell.strip().startswith(("['", '["')):
+            fix = 'write lists as JSON, ["a", "b"], or give the records as .jsonl or .parquet'
+            raise WrongUse("a list is not JSON", where="data", why=cell[:80], fix=fix) from None
+        return cell
+    return value if isinstance(value, list) else cell
 
 
 def class_name(label: Any) -> str:

@@ -19,7 +19,7 @@ from ...models.config import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum, wide_dtype
 from ..objective import places_of
 from ..parallel.mesh import ALONE, Axis
-from .labels import Tags, TextLabels, check_common, inspect_labels, inspect_tags, label_notes
+from .labels import Tags, TextLabels, check_common, inspect_labels, inspect_tags, label_notes, listed
 from .records import (
     OF_CLASSES,
     Record,
@@ -120,10 +120,11 @@ class TokenClassification(Task):
         return learnt
 
     def _sentences(self, records: Sequence[Record]) -> Iterator[tuple[list[str], list[Any]]]:
-        """Words and tags of each record; a text is parted at white space."""
+        """Words and tags of each record; of a table's cell a list in JSON, or parts at white space."""
         pairs = fields_of(records, self.recipe.data, "text_field", "label_field")
         for number, pair in enumerate(pairs, 1):
-            words, tags = (part.split() if isinstance(part, str) else list(part) for part in pair)
+            parts = [listed(part) for part in pair]
+            words, tags = (part.split() if isinstance(part, str) else list(part) for part in parts)
             if len(words) != len(tags):
                 raise WrongUse(f"record {number} has {len(words)} words and {len(tags)} tags", where="data")
             yield [str(word) for word in words], tags
