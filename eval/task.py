@@ -219,11 +219,11 @@ def task_listing() -> tuple[dict[str, Any], list[str]]:
     ]
     for name, task in tasks.items():
         lines.append(name)
-        files = "  ".join(task.source.files)
+        patterns = "  ".join(task.source.files)
         for text in (
             task.about,
             f"metrics: {', '.join(task.metrics)}",
-            f"files below --data-dir, in order: {files}",
+            f"files below --data-dir, in order: {patterns}",
         ):
             lines += wrap(
                 text, LISTING_WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
