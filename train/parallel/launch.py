@@ -57,27 +57,29 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
     """The exit code if final (None: a process was lost), whether a signal asked to stop, who was lost."""
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port, nodes = Path(directory) / "exit", free_port(), numa_nodes()
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-m", "throughline.cli.main", *arguments],
-                env=environment(rank, processes, port, file, start),
-                start_new_session=True,
-                preexec_fn=partial(begin, near_cores(nodes, rank, processes)),
-            )
-            for rank in range(processes)
-        ]
-        stopped = False
+        running: list[subprocess.Popen] = []
+        received: list[tuple[int, int]] = []  # signals, and how many processes had been started by then
 
         def forward(number: int, frame: FrameType | None) -> None:
-            nonlocal stopped
-            stopped = True
+            received.append((number, len(running)))
             _signal(running, number)
 
         with handling(forward, (signal.SIGINT, *STOP_SIGNALS)):
             try:
+                for rank in range(processes):
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "throughline.cli.main", *arguments],
+                        env=environment(rank, processes, port, file, start),
+                        start_new_session=True,
+                        preexec_fn=partial(begin, near_cores(nodes, rank, processes)),
+                    )
+                    running.append(process)
+                for number, started in received:
+                    _signal(running[started:], number)
                 codes, first = _watch(running, file)
             finally:
                 _signal(running, signal.SIGKILL)
+        stopped = bool(received)
         said = _said(file)
     if said is not None and codes[0] in (said, -signal.SIGKILL):  # killed here when it took its time to end
         return said, stopped, ""
