@@ -30,7 +30,7 @@ MOMENTS = {
     ),
     "evaluation": (
         "weights", "gathered weights", "standing gradients", "gradient residuals", "optimizer", "checkpoint copy",
-        "evaluated", "runtime",
+        "evaluated", "scored model", "runtime",
     ),
     "save": (
         "weights", "standing gradients", "gradient residuals", "optimizer", "checkpoint copy", "last checkpoint",
@@ -75,6 +75,16 @@ def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number
     config, size = work.config, software.precision.activation
     layer = size * (8 * config.width + (3 if config.gated else 2) * config.feed_forward_size)
     return software.evaluated_tokens * (8.0 * config.vocab_size + layer) / layouts.tensor
+
+
+def scored_model_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
+    """The whole model on the first process, by which tasks are scored inside the run: in the dtype of the products on a
+    GPU, of the masters on a processor. A process alone lends its own weights.
+    """
+    numbers = software.precision
+    size = max(numbers.activation, 4) if software.on_host else numbers.activation
+    copied = (np.asarray(layouts.world) > 1) | ((np.asarray(layouts.offload) > 0) & (not software.on_host))
+    return np.where(copied, software.scores_tasks * float(size) * work.config.parameter_count(), 0.0)
 
 
 def state_terms(
@@ -169,6 +179,7 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
         "update buffers": np.where(offload, 0.0, np.minimum(owned, 2**28) * software.update_bytes),
         "checkpoint copy": saved * software.saves_between,
         "evaluated": evaluation_bytes(work, layouts, software),
+        "scored model": scored_model_bytes(work, layouts, software) * (place == 0),
         "last checkpoint": saved * (not software.saves_between),
         "runtime": software.runtime_bytes + 0.0 * held,
     }

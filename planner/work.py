@@ -102,6 +102,9 @@ class Software:
     on_host: bool = False  # the processor computes: offloaded states and checkpoints are in its memory
     saves_between: bool = False  # checkpoints are written while steps go on: their copy is there all the time
     evaluated_tokens: int = 0  # in a batch of the validation inside the run; 0: there is none
+    scores_tasks: bool = (
+        False  # inside the run, on the first process, with a copy of the whole model in a layout
+    )
     source: str = ""
 
     def on_processor(self) -> "Software":

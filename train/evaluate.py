@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..data.samples import Dataset, GPTWindows
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
+from ..models.experts import RoutedFeedForward
 from ..models.gpt import in_use
 from .build import RunPlan, validation_rows
 from .engine import Engine
@@ -161,24 +162,37 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
     return {"input_ids": ids[None, :-1], "targets": ids[None, 1:]} if len(ids) > 1 else None
 
 
+def scored_dtype(engine: Engine) -> torch.dtype:
+    """The dtype of the whole model that tasks are scored with: that of the masters, which a process alone lends. Where
+    they are copied to a GPU, which holds its share of the training state too, that of the products: an 8B model takes
+    16 GB in place of 32.
+    """
+    copied = engine.layout.world > 1 or engine.offload is not None
+    return engine.dtype if copied and engine.device.type == "cuda" else engine.wide
+
+
 @torch.no_grad()
 def whole_model(engine: Engine) -> Model | None:
     """On the first process the model in use with the weights that a checkpoint saves, in eval mode; None on the others.
-    Collective. One process lends its values; in a layout the first needs room for all of them in the dtype of the
-    masters, and every process for the largest parameter, of which each adds its part to zeros.
+    Collective. One process lends its values; in a layout the first needs room for all of them in `scored_dtype`, and
+    every process for the largest parameter, of which each adds its part to zeros.
     """
     engine.wait()
-    model = engine.objective.empty(engine.wide)
+    model = engine.objective.empty(scored_dtype(engine))
+    for module in model.modules():
+        if isinstance(module, RoutedFeedForward):
+            module.keep_wide(engine.wide)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     held = {local.name: local for local in engine.local_shards if local.spec.primary}
     for name, shape in engine.shapes.items():
         local = held.get(name)
         if engine.layout.world == 1:
             assert local is not None
-            value: Tensor = local.value.detach().to(engine.device)
+            value: Tensor = local.value.detach().to(engine.device, dtypes[name])
         else:
-            value = torch.zeros(shape, dtype=engine.wide, device=engine.device)
+            value = torch.zeros(shape, dtype=dtypes[name], device=engine.device)
             if local is not None:
-                value[local.spec.box.slices()] = local.value.detach().to(engine.device)
+                value[local.spec.box.slices()] = local.value.detach().to(engine.device, dtypes[name])
             engine.mesh.world.all_reduce(value)
         if engine.mesh.rank == 0:
             owner, _, attribute = name.rpartition(".")

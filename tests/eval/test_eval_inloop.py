@@ -129,7 +129,7 @@ def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe:
     assert scores_by_step(tmp_path / "crashed") == curve
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2, "sharding": "full"}], ids=str)
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2}, {"data": 2, "sharding": "full"}], ids=str)
 def test_a_layout_scores_the_checkpoint_of_the_step(
     parallel: dict[str, Any], recipe: str, tmp_path: Path
 ) -> None:

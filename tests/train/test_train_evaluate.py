@@ -4,15 +4,20 @@ training.
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from throughline.models.init import build
+from throughline.planner.layout import Layout
+from throughline.planner.memory import MOMENTS, device_terms
 from throughline.train import evaluate
 from throughline.train.build import RunPlan, validation_rows
 from throughline.train.engine import Engine
 from throughline.train.evaluate import Validation
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.resolved import described, model_config
 from torch.nn import functional as F
 
 
@@ -95,3 +100,46 @@ def test_training_and_validation_share_no_token(make_plan: Callable[..., RunPlan
     whole = make_plan("gpt", data={"validation_fraction": 0.0}).corpus.train[0]
     joined = np.concatenate([train.read(0, train.tokens), held_out.read(0, held_out.tokens)])
     assert np.array_equal(joined, whole.read(0, whole.tokens))
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "offload", "dtype"),
+    [
+        ("cpu", 1, None, torch.float32),
+        ("cpu", 2, None, torch.float32),
+        ("cuda", 1, None, torch.float32),  # lent: no copy
+        ("cuda", 2, None, torch.bfloat16),
+        ("cuda", 1, "on the host", torch.bfloat16),
+    ],
+)
+def test_a_copy_for_tasks_on_a_gpu_is_in_16_bits(
+    device: str, world: int, offload: str | None, dtype: torch.dtype
+) -> None:
+    """Beside the first GPU's share of the training state a whole model in fp32 would not fit."""
+    engine = SimpleNamespace(
+        layout=Layout(data=world),
+        device=torch.device(device),
+        offload=offload,
+        dtype=torch.bfloat16,
+        wide=torch.float32,
+    )
+    assert evaluate.scored_dtype(engine) == dtype  # type: ignore[arg-type]
+
+
+def test_the_account_of_memory_has_the_model_that_tasks_are_scored_with(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    """On the first GPU of a layout in 16 bits, beside the batch of the validation; of one process nothing."""
+
+    def scored(parallel: dict[str, int], tasks: list[str]) -> float:
+        recipe = make_recipe(
+            train={"precision": "bf16"}, parallel=parallel, evaluation={"tasks": tasks, "every_steps": 0}
+        )
+        terms = device_terms(*described(model_config(recipe, 64), recipe, "cuda"))
+        assert "scored model" in MOMENTS["evaluation"]
+        return float(terms["scored model"])
+
+    count = model_config(make_recipe(), 64).parameter_count()
+    assert scored({"data": 2}, ["blimp"]) == 2 * count
+    assert scored({"tensor": 2}, ["blimp"]) == 2 * count
+    assert scored({}, ["blimp"]) == scored({"data": 2}, []) == 0

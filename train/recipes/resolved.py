@@ -172,6 +172,7 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
         dropout=config.dropout > 0,
         forwards_first=recipe.parallel.schedule == "gpipe",
         evaluated_tokens=evaluated if recipe.data.validation_fraction or recipe.data.validation else 0,
+        scores_tasks=bool(recipe.evaluation.tasks),
         saves_between=recipe.checkpoint.save_every_steps > 0,
     )
     if (compression := recipe.compression).scheme != "none":
