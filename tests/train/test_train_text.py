@@ -189,7 +189,8 @@ def test_validation_is_that_of_a_store_of_the_same_text(
     validation = sum(store.tokens for store in held.corpus.validation)
     share = validation / (validation + sum(store.tokens for store in held.corpus.train))
     assert 0.09 < share < 0.11 and validation > 500
-    assert Validation(held).measure(model).keys() == first.keys()
+    figures = Validation(held).measure(model)
+    assert figures.keys() >= first.keys() and "sources/a.txt/" in " ".join(figures)
 
 
 def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., RunPlan], gpt_store: Path) -> None:
