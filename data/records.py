@@ -30,6 +30,20 @@ csv.field_size_limit(1 << 24)  # a cell may be a book; a quotation mark without 
 KNOWN = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
 
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def whole_characters(value: Any) -> Any:
+    """A JSON value without halves of surrogate pairs, which UTF-8 cannot encode: each becomes U+FFFD, as in a store."""
+    if isinstance(value, str):
+        return value if value.isascii() else _HALF_PAIR.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {whole_characters(name): whole_characters(item) for name, item in value.items()}
+    return value
+
+
 @dataclass(frozen=True)
 class Record:
     """One record of a data file: its fields, and where it stands ("path:line", or "path:row" in parquet)."""

@@ -29,7 +29,7 @@ from statistics import fmean
 import numpy as np
 
 from ..core.errors import WrongUse
-from ..data.records import find_files, iter_records
+from ..data.records import find_files, iter_records, whole_characters
 
 NDCG_AT, RECALL_AT = 10, (5, 10, 100)
 QRELS = ("query-id", "corpus-id", "score")
@@ -128,7 +128,7 @@ def _read_texts(files: Sequence[Path]) -> tuple[dict[str, str], Counter[str]]:
             raise WrongUse("no `_id` or no `text`", where=record.where, why=f"it has {', '.join(row)}")
         if str(name) in texts:
             repeated[str(name)] += 1
-        texts[str(name)] = f"{row.get('title') or ''} {row['text']}".strip()
+        texts[str(name)] = whole_characters(f"{row.get('title') or ''} {row['text']}".strip())
     return texts, repeated
 
 

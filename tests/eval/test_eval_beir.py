@@ -163,3 +163,15 @@ def test_ids_that_were_numbered_apart_are_told(tmp_path: Path) -> None:
     assert (
         "as an answer" not in CliRunner().invoke(main, ["search", str(folder), "--keep-identical-ids"]).output
     )
+
+
+def test_half_a_surrogate_pair_is_the_replacement_character(tmp_path: Path) -> None:
+    """A text cut within an emoji holds half of its pair, which no tokenizer takes; a store replaces it too."""
+    (tmp_path / "qrels").mkdir()
+    corpus = '{"_id": "1", "title": "cut \\ud83d", "text": "half \\ude00 \\ud83d\\ude00"}\n'
+    (tmp_path / "corpus.jsonl").write_text(corpus)
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "\\ud83d?"}\n')
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\t1\t1\n")
+    collection = read_collection(tmp_path, "test")
+    assert collection.documents == {"1": "cut \ufffd half \ufffd 😀"}
+    assert collection.queries == {"q": "\ufffd?"}

@@ -189,3 +189,10 @@ def test_the_best_span_ends_after_it_starts_and_is_not_too_long() -> None:
     start, end = DRAW.normal(size=12), DRAW.normal(size=12)
     every = [(start[a] + end[b], a, b) for a in range(12) for b in range(a, min(a + 4, 12))]
     assert best_span(start, end, 4) == pytest.approx(max(every))
+
+
+def test_half_a_surrogate_pair_is_the_replacement_character(tmp_path: Path) -> None:
+    """Labelled texts that were cut within an emoji can be hashed and encoded."""
+    file = tmp_path / "records.jsonl"
+    file.write_text('{"text": "cut \\ud83d", "spans": [{"text": "\\ude00 \\ud83d\\ude00"}], "label": 1}\n')
+    assert read_records(str(file)) == [{"text": "cut \ufffd", "spans": [{"text": "\ufffd 😀"}], "label": 1}]

@@ -25,7 +25,7 @@ def read_records(path: str, squad: bool = False) -> list[Record]:
     """Records of a file by `data/records.py`; with `squad` each a question, as `squad.questions` gives them."""
     if not Path(path).is_file():
         raise WrongUse("no such file of records", where=path, fix="check data.train and data.validation")
-    found = [record.data for record in records.read_records([Path(path)])]
+    found = [records.whole_characters(record.data) for record in records.read_records([Path(path)])]
     return questions(found, path) if squad else found
 
 
