@@ -25,12 +25,25 @@ def asked(kind: str, *arguments: Any) -> Any:
     return Instance(kind, {}, arguments, 0, task_name="t", doc_id=0, repeats=1)
 
 
+def check_log_probabilities(scorer: Any, theirs: Any) -> None:
+    """Those of pairs equal the harness's."""
+    pairs = [(context, rest) for context in CONTEXTS for rest in (" hello", " 日本", "\U0001f600")]
+    expected = theirs.loglikelihood([asked("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    questions = scorer.encode([[pair] for pair in pairs])
+    found = dict(item for batch in scorer.score(questions) for item in batch)
+    ours = [(found[place][0].logprob, found[place][0].greedy) for place in range(len(pairs))]
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
+    assert [logprob for logprob, _ in ours] == pytest.approx([one for one, _ in expected], abs=1e-3)
+
+
 @pytest.mark.parametrize("chat", [False, True], ids=["texts", "chats"])
-def test_answers_equal_the_harness(sentencepiece_dir: Path, theirs: Any, chat: bool) -> None:
+def test_scores_and_answers_equal_the_harness(sentencepiece_dir: Path, theirs: Any, chat: bool) -> None:
     """Written answers of characters in bytes, that end at any end token and have no special token in their text."""
     scorer = open_scorer(sentencepiece_dir, ScorerOptions(apply_chat_template=chat)).scorer
     contexts = list(CONTEXTS)
-    if chat:
+    if not chat:
+        check_log_probabilities(scorer, theirs)
+    else:
         turns = [[{"role": "user", "content": text}] for text in CONTEXTS]
         contexts = [scorer.chat.text(one) for one in turns]
         assert contexts == [theirs.apply_chat_template(one) for one in turns]
@@ -41,17 +54,6 @@ def test_answers_equal_the_harness(sentencepiece_dir: Path, theirs: Any, chat: b
         found = dict(item for batch in scorer.generate(contexts, until, 24) for item in batch)
         assert [found[place] for place in range(len(contexts))] == expected
     assert any("\ufffd" in text for text in expected)  # a random model writes broken characters, too
-
-
-def test_log_probabilities_equal_the_harness(sentencepiece_dir: Path, theirs: Any) -> None:
-    scorer = open_scorer(sentencepiece_dir, ScorerOptions()).scorer
-    pairs = [(context, rest) for context in CONTEXTS for rest in (" hello", " 日本", "\U0001f600")]
-    expected = theirs.loglikelihood([asked("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
-    questions = scorer.encode([[pair] for pair in pairs])
-    found = dict(item for batch in scorer.score(questions) for item in batch)
-    ours = [(found[place][0].logprob, found[place][0].greedy) for place in range(len(pairs))]
-    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
-    assert [logprob for logprob, _ in ours] == pytest.approx([one for one, _ in expected], abs=1e-3)
 
 
 def test_an_answer_ends_at_each_end_token(sentencepiece_dir: Path, tmp_path: Path) -> None:
