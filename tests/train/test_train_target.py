@@ -114,7 +114,11 @@ def test_a_target_that_is_not_reached_ends_with_the_steps(bert_plan: RunPlan, tm
 def test_a_loss_is_reached_from_above() -> None:
     target = TargetSection(figure="mlm_loss", value=2.0)
     assert reached(target, {"mlm_loss": 1.9})
+    assert reached(target, {"mlm_loss": 2.0})  # met exactly
     assert not reached(target, {"mlm_loss": 2.1})
+    share = TargetSection(figure="mlm_accuracy", value=0.72)
+    assert reached(share, {"mlm_accuracy": 0.72}) and reached(share, {"mlm_accuracy": 0.8})
+    assert not reached(share, {"mlm_accuracy": 0.71})
     assert not reached(target, {"mlm_accuracy": 0.9})
     assert not reached(None, {"mlm_loss": 0.0})
 
