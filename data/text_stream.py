@@ -34,20 +34,15 @@ class TextStream:
         self._stop = tuple(stop)
         self._held = ""  # decoded, but it may become a stop string
         self.stopped = False
-        self.pieces: list[
-            str
-        ] = []  # texts of the tokens that the last call settled, whatever is held back of them
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; "" while a character or a stop string may still be open."""
-        self.pieces = self._detokenizer.push(token_id)
-        self._held += "".join(self.pieces)
+        self._held += "".join(self._detokenizer.push(token_id))
         return self._release()
 
     def finish(self) -> str:
         """The rest of the text when no more tokens come."""
-        self.pieces = self._detokenizer.finish()
-        self._held += "".join(self.pieces)
+        self._held += "".join(self._detokenizer.finish())
         text = self._release()
         rest, self._held = self._held, ""
         return text if self.stopped else text + rest
