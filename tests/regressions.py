@@ -103,11 +103,18 @@ def run_folder(checkout: Path, folder: str, names: Sequence[str]) -> dict[str, l
     chosen = {CHOSEN: "\n".join(names)}
     subprocess.run(command, cwd=checkout, env=environment(checkout) | chosen, capture_output=True)
     outcomes: dict[str, list[str]] = {name: [] for name in names}
+    unusable: dict[str, str] = {}
     for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
         name = function_of(case, names)
         if name:
             outcomes[name].append(outcome_of(case))
-    return {name: found or [UNUSABLE] for name, found in outcomes.items()}
+        elif (error := case.find("error")) is not None:  # of a file, whose path is written with dots
+            lines = [line for line in (error.text or "").splitlines() if line.startswith("E ")]
+            unusable[case.get("name", "")] = f"{UNUSABLE}: {lines[-1][1:].strip()[:100] if lines else ''}"
+    for name in names:
+        module = name.partition(".py::")[0].replace("/", ".")
+        outcomes[name] = outcomes[name] or [unusable.get(module, "it did not run")]
+    return outcomes
 
 
 def function_of(case: ElementTree.Element, names: Sequence[str]) -> str:
