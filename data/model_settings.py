@@ -3,6 +3,7 @@ of sampling.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,15 @@ def copy_chat(source: Path, target: Path) -> None:
         (target / GENERATION).write_text(json.dumps(defaults, indent=1) + "\n")
     elif (file := beside_model(source, GENERATION)).is_file():
         (target / GENERATION).write_bytes(file.read_bytes())
+
+
+def no_end(tokenizer: Tokenizer) -> str:
+    """A sentence for a tokenizer whose end-of-text token is unknown: how to name the token."""
+    texts = [token.content for token in tokenizer.added_tokens.values()]
+    likely = [text for text in texts if re.search("end|eos|eot|</s>|stop", text, re.IGNORECASE)]
+    name = f'"eos_token": "{(likely or ["TOKEN"])[0]}"'
+    what = "no end-of-text token is known of the tokenizer"
+    file = Path(tokenizer.where).parent / CONFIG
+    if file.is_file():
+        return f"{what}; add {name} to {file}"
+    return f"{what}; name it: echo '{{{name}}}' > {file}"

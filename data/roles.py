@@ -1,15 +1,11 @@
 """Which tokens have a role: end of text, begin of text, padding, ..."""
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.artifact import MANIFEST
 from ..core.errors import Refused
 from ..core.files import read_json
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
 
 ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
 # Names by which the tokens of a role are known where no manifest says so: GPT-2, Llama, BERT and ours.
@@ -76,15 +72,3 @@ def pick_roles(
     if "eos" not in roles and isinstance(end, int) and end in vocab.values():
         roles["eos"] = end
     return {role: roles[role] for role in ROLES if role in roles}
-
-
-def no_end(tokenizer: "Tokenizer") -> str:
-    """A sentence for a tokenizer whose end-of-text token is unknown: how to name the token."""
-    texts = [token.content for token in tokenizer.added_tokens.values()]
-    likely = [text for text in texts if re.search("end|eos|eot|</s>|stop", text, re.IGNORECASE)]
-    name = f'"eos_token": "{(likely or ["TOKEN"])[0]}"'
-    what = "no end-of-text token is known of the tokenizer"
-    file = Path(tokenizer.where).parent / "tokenizer_config.json"
-    if file.is_file():
-        return f"{what}; add {name} to {file}"
-    return f"{what}; name it: echo '{{{name}}}' > {file}"

@@ -45,11 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """Ctrl-C raises also where whoever started the tests ignores it (nohup, a job in the background), which a
-    process inherits.
-    """
+    """Tests inherit ignored signals: SIGINT of a job in the background, SIGHUP of nohup. Give them their defaults."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

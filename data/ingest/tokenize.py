@@ -21,7 +21,7 @@ from ...core.errors import Failed, Stopped, ThroughlineError, WrongUse
 from ...core.files import full_disk, sha256_json, swap_in, write_atomic
 from ...core.signals import raising
 from ..backends import Backend, open_backend
-from ..roles import no_end
+from ..model_settings import no_end
 from ..shard import token_dtype
 from ..store import partial
 from ..tokenizer import FILE, Tokenizer, tokenizer_records

@@ -21,8 +21,7 @@ from ...core.console import say, warn, warn_once
 from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
-from ...data.model_settings import end_ids
-from ...data.roles import no_end
+from ...data.model_settings import end_ids, no_end
 from ...data.tokenizer import Tokenizer
 from ...models.config import FAMILIES, SINGLE_LABEL, GPTConfig, ModelConfig
 from ...models.sentence import embeds, read_sentence

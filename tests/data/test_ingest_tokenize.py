@@ -195,9 +195,11 @@ def test_documents_have_the_special_tokens_of_a_decoder(
 
 def test_the_end_that_a_post_processor_adds_is_not_added_twice(tmp_path: Path) -> None:
     unigram().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.txt").write_text("hello\n\nworld\n")
+    (tmp_path / "a.txt").write_text("hello\n")
+    (tmp_path / "b.txt").write_text("world\n")
+    texts = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     for eos, ends in ((None, [1]), (False, []), (True, [1])):
-        tokenize([str(tmp_path / "a.txt")], tmp_path, tmp_path / str(eos), append_eos=eos)
+        tokenize(texts, tmp_path, tmp_path / str(eos), append_eos=eos)
         assert read_manifest(tmp_path / str(eos), "tokens").facts["documents_end"] == ends
         store = TokenStore.open(tmp_path / str(eos))
         assert store.read(0, store.tokens).tolist().count(1) == 2 * len(ends)
@@ -209,16 +211,18 @@ def test_an_unknown_end_token_is_reported_with_its_fix(
     """Once, in words that work when they are typed; an encoder's tokenizer needs no end."""
     library = characters().to_str().replace("<|endoftext|>", "<end>")
     (tmp_path / "tokenizer.json").write_text(library)
-    (tmp_path / "a.txt").write_text("hello\n\nworld\n")
-    tokenize([str(tmp_path / "a.txt")], tmp_path, tmp_path / "without")
+    (tmp_path / "a.txt").write_text("hello\n")
+    (tmp_path / "b.txt").write_text("world\n")
+    texts = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    tokenize(texts, tmp_path, tmp_path / "without")
     told = capsys.readouterr().err
     assert told.count("no end-of-text token is known") == 1
     subprocess.run(told.split("name it: ")[1].splitlines()[0], shell=True, check=True)
-    tokenize([str(tmp_path / "a.txt")], tmp_path, tmp_path / "with")
+    tokenize(texts, tmp_path, tmp_path / "with")
     store = TokenStore.open(tmp_path / "with")
     assert store.read(0, store.tokens).tolist().count(0) == 2
     wordpiece().save(str(tmp_path / "wordpiece.json"))
-    tokenize([str(tmp_path / "a.txt")], tmp_path / "wordpiece.json", tmp_path / "encoder")
+    tokenize(texts, tmp_path / "wordpiece.json", tmp_path / "encoder")
     assert "end-of-text" not in capsys.readouterr().err
 
 

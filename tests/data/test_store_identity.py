@@ -61,7 +61,7 @@ def test_a_run_goes_on_over_the_same_text_tokenised_again(place: Path, tmp_path:
     settings = {"data.train": tmp_path / "tokens", "train.device": "cpu", "train.eval_every_steps": 0}
     settings |= {"model.overrides.layers": 1, "model.overrides.width": 32, "model.overrides.heads": 2}
     settings |= {"train.sequence_length": 32, "train.batch_rows": 2, "schedule.warmup_steps": 1}
-    settings |= {"data.validation_fraction": 0.0}
+    settings |= {"data.validation_fraction": 0.0, "schedule.final_fraction": 0.1}
 
     def train(steps: int) -> str:
         given = {**settings, "train.steps": steps}
