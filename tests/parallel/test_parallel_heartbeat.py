@@ -83,9 +83,11 @@ def test_a_stalled_collective_names_who_is_behind(tmp_path: Path, collectives_on
     those who wait warns.
     """
     answers = run_ranks(3, lambda: late_rank(tmp_path, collectives_only))
+    # the first of them to time out closes its connections, which the other may hear before its own time is up
+    assert any("imed out" in why for why, _ in answers[:2])
     for why, _ in answers[:2]:
         first, *others = why.splitlines()
-        assert "imed out" in first
+        assert "imed out" in first or "closed by peer" in first
         assert len(others) == 1
         assert others[0].startswith("process 2 is behind: step 2 after its batch, in "), others
     assert [len(warned) for _, warned in answers] == [1, 0, 0]
