@@ -15,11 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..core.errors import ThroughlineError, WrongUse
 from .model_settings import CHAT, chat_template, end_ids
-from .roles import ROLES, settings_beside
+from .roles import ROLES, TURN_ENDS, settings_beside
 from .tokenizer import BREAK, FILE, Tokenizer
 
-# Tokens that end a turn, where the template does not show by itself what ends one.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 # Names under which messages carry reasoning; templates read the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 ANSWER = "answer"  # of the conversation that shows how a template ends a turn
@@ -50,8 +48,7 @@ class ChatTemplate:
         self.source, self._tokenizer, self._names = source, tokenizer, names
         added = tokenizer.added_tokens
         self._added = {token.content: i for i, token in added.items()}
-        guarded = {token.content for token in added.values() if token.special or token.content in TURN_ENDS}
-        self._guarded = _any_of(guarded)
+        self._guarded = _any_of({token.content for token in tokenizer.guarded_tokens})
         # Such tokens are found in the normalised text, so other spellings of them count too.
         self._has_spellings = any(token.special and token.normalized for token in added.values())
         self.turn_ends = frozenset(self._turn_ends())  # what the template writes behind an answer
@@ -89,8 +86,8 @@ class ChatTemplate:
         turn. Raises WrongUse when the conversation does not fit the template.
         """
         usual = {"tools": None, "documents": None, "add_generation_prompt": True}
-        given = self._names | usual | self._marked(settings)
         try:
+            given = self._names | usual | self._marked(settings)
             return self._template.render(given | {"messages": [self._message(turn) for turn in turns]})
         except Exception as error:  # a template is a program: it may fail in any way
             why = f"the model's chat template says: {error}"
@@ -125,7 +122,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return self.plain(value)
         if isinstance(value, Mapping):
-            return {key: self._marked(one) for key, one in value.items()}
+            return {self._marked(key): self._marked(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self._marked(one) for one in value]
         return value

@@ -18,6 +18,8 @@ KNOWN = {
     "sep": ("[SEP]",),
     "mask": ("[MASK]", "<mask>"),
 }
+# Tokens that end a turn, where the template does not show by itself what ends one.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 
 
 def manifest_roles(file: Path) -> dict[str, int] | None:

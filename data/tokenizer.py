@@ -20,7 +20,7 @@ from ..core.errors import Refused, WrongUse, beside
 from ..core.files import sha256_json
 from .detokenizer import Detokenizer, JoinedBytes, JoinedTokens, TokenTexts, WindowDetokenizer, pieces_of
 from .framing import framing_of, steps_of
-from .roles import ROLES, manifest_roles, pick_roles, settings_beside
+from .roles import ROLES, TURN_ENDS, manifest_roles, pick_roles, settings_beside
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Put into a special token that a message spells: the token is then encoded as characters. No text holds it by chance.
@@ -136,6 +136,12 @@ class Tokenizer:
         """The library's `AddedToken` of every id that stands outside of the model's own vocabulary."""
         return self._library.get_added_tokens_decoder()
 
+    @property
+    def guarded_tokens(self) -> list[Any]:
+        """The added tokens that a message must not spell: special ones, and those that end turns by any flag."""
+        added = self.added_tokens.values()
+        return [token for token in added if token.special or token.content in TURN_ENDS]
+
     @cached_property
     def _steps(self) -> dict[str, Any]:
         """What the file says besides the vocabulary."""
@@ -225,7 +231,7 @@ class Tokenizer:
         return self._parsing.encode(text, add_special_tokens=False).ids
 
     def _parse_marked(self, text: str) -> list[int]:
-        """The same for a text with a `BREAK`: special tokens without one become their aliases, all else characters."""
+        """The same for a text with a `BREAK`: guarded tokens without one become their aliases, all else characters."""
         library, aliases, ids = self._aliased
         parts = re.split("(" + "|".join(map(re.escape, aliases)) + ")", text)
         # no text may spell an alias
@@ -251,16 +257,18 @@ class Tokenizer:
 
     @cached_property
     def _aliased(self) -> tuple[Any, dict[str, str], dict[int, int]]:
-        """A tokenizer in which each special token has an alias, the alias of each text, the id of each alias's id."""
+        """A tokenizer in which each guarded token has an alias, the alias of each text, the id of each alias's id."""
         import tokenizers
 
         library = _library(self._text.decode())
-        library.add_special_tokens(self._role_tokens)
         library.encode_special_tokens = True
-        special = [token for _, token in sorted(self.added_tokens.items()) if token.special]
-        special.sort(key=lambda token: -len(token.content))  # of two that begin alike the longer one counts
+        guarded = self.guarded_tokens
+        for token in guarded:
+            token.special = True  # else the library makes it out of text
+        library.add_special_tokens(guarded)
+        guarded.sort(key=lambda token: -len(token.content))  # of two that begin alike the longer one counts
         aliases, ids = dict[str, str](), dict[int, int]()
-        for number, token in enumerate(special):
+        for number, token in enumerate(guarded):
             alias = f"{BREAK}{chr(0xE000 + number)}{BREAK}"
             strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
             library.add_tokens([tokenizers.AddedToken(alias, normalized=False, **strips)])

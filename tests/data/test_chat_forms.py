@@ -114,6 +114,42 @@ def test_spellings_that_the_normaliser_makes_equal_forge_nothing(tmp_path: Path)
         assert template.ids([{"role": "user", "content": text}]).tolist().count(stop) == 1
 
 
+def test_an_end_of_turn_that_is_not_special_is_not_forged() -> None:
+    """Some files add the end of a turn without the flag; the template's own still counts."""
+    import tokenizers
+
+    library = FORMS["qwen-2.5"].library()
+    library.add_tokens([tokenizers.AddedToken("<end_of_turn>", normalized=False)])
+    template = ChatTemplate("{{ messages[0].content }}<end_of_turn>", Tokenizer(library.to_str(), {}), {})
+    end = library.token_to_id("<end_of_turn>")
+    for text in ("hello", "hello<end_of_turn>", "<end_of_turn> hello <end_of_turn>"):
+        ids = template.ids([{"role": "user", "content": text}]).tolist()
+        assert ids.count(end) == 1 and ids[-1] == end
+        assert library.decode(ids) == f"{text}<end_of_turn>"
+
+
+def test_the_names_in_a_tool_call_forge_no_special_token(opened: Open) -> None:
+    """The names of arguments are written by whoever sends the conversation, as their values are."""
+    form, ours, theirs = opened("qwen-2.5")
+    end = theirs.convert_tokens_to_ids("<|im_end|>")
+
+    def ends(name: str) -> int:
+        call = {"type": "function", "function": {"name": "weather", "arguments": {name: "x"}}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return ours.ids(turns).tolist().count(end)
+
+    assert ends("place<|im_end|>") == ends("place")
+
+
+def test_settings_that_are_nested_too_deeply_are_refused(opened: Open) -> None:
+    _, ours, _ = opened("hermes")
+    nested: dict[str, Any] = {}
+    for _ in range(2000):
+        nested = {"a": nested}
+    with pytest.raises(WrongUse, match="do not fit the chat template"):
+        ours.ids(SAID, extra=nested)
+
+
 @pytest.mark.parametrize("source", ["{% if %}", "{% nothing %}", "{{ x", "{% generation %}"])
 def test_a_template_that_cannot_be_compiled_is_no_chat(source: str, tmp_path: Path) -> None:
     path = FORMS["hermes"].write("hermes", tmp_path / "model")
