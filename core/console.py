@@ -66,8 +66,10 @@ def log(level: str, message: str = "", **fields: Any) -> None:
 
 
 def _text_value(value: Any) -> str:
-    """A value of a field, in quotes when it has blanks or quotes itself."""
+    """A value of a field, in quotes when it has blanks or quotes itself, or what would steer a terminal."""
     text = str(value)
+    if not text.isprintable():
+        return json.dumps(text)
     return json.dumps(text, ensure_ascii=False) if re.search(r"[\s\"=]", text) else text
 
 

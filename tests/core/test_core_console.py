@@ -204,3 +204,9 @@ def test_stderr_is_json_lines_throughout(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_the_fields_of_a_line_of_text_can_be_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     console.log("warning", status=500, path="/ready", error='no "model" here')
     assert capsys.readouterr().err == 'warning: status=500 path=/ready error="no \\"model\\" here"\n'
+
+
+def test_no_field_of_a_line_of_text_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paths come from clients: ESC and its one-byte form are written as characters."""
+    console.log("info", path="/\x1b[2Jcaf\xe9\x9b1m", name="caf\xe9")
+    assert capsys.readouterr().err == 'path="/\\u001b[2Jcaf\\u00e9\\u009b1m" name=caf\xe9\n'
