@@ -244,6 +244,7 @@ class Catalogue:
         except Exception as error:  # of any library: the other models are served
             model.failure = Failed("the model cannot be opened", why=f"{type(error).__name__}: {error}")
         if model not in self.models:  # another model has been loaded by its name meanwhile
+            await model.close()  # it may have been opened after it was ended
             return
         if model.failure is not None:
             warn(f"{model.name} cannot be served: {model.failure}")

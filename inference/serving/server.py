@@ -116,7 +116,7 @@ def _status(server: Server) -> list[Route]:
         draining = server.draining.is_set()
         fit = not waiting and not draining and len(failed) < max(1, len(server.models))
         state: dict[str, Any] = {"ready": fit, "waiting_for": waiting, "draining": draining, "failed": failed}
-        state["watch_errors"] = server.catalogue.watch_errors
+        state["watch_errors"] = sorted(server.catalogue.watch_errors)  # without reasons, which name places
         for name in ("accepted", "queued", "active"):
             state[name] = {model.name: model.count(name) for model in server.models}
         return json_response(state, 200 if fit else 503)

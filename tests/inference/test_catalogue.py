@@ -274,7 +274,7 @@ def test_a_pointer_that_cannot_be_read_is_read_again_and_a_broken_checkpoint_whe
             latest.write_bytes(b"\xff\xfe")
             await until(lambda: "gpt" in models.watch_errors)
             state = (await client.get("/ready")).json()
-            assert state["ready"] and "cannot be read" in state["watch_errors"]["gpt"]
+            assert state["ready"] and state["watch_errors"] == ["gpt"], "no place: it needs no key"
             assert "cannot be read" in (await client.get("/v1/models")).json()["data"][0]["watch_error"]
             assert models.totals["gpt"].watch_failures > 0
             assert 'throughline_watch_failures_total{model="gpt"}' in telemetry.page().decode()
@@ -285,7 +285,7 @@ def test_a_pointer_that_cannot_be_read_is_read_again_and_a_broken_checkpoint_whe
             shutil.rmtree(run / "checkpoints" / "step-00000002")
             write_checkpoint(run, "step-00000002")
             await until(lambda: served() == "step-00000002")
-            assert not models.watch_errors and (await client.get("/ready")).json()["watch_errors"] == {}
+            assert not models.watch_errors and (await client.get("/ready")).json()["watch_errors"] == []
 
     asyncio.run(main())
 
@@ -319,6 +319,29 @@ def test_a_model_that_cannot_be_opened_does_not_end_the_others(stand_ins: None, 
             (tmp_path / "bad" / "broken").unlink()
             assert (await client.post("/models/load", json={"model": "bad"})).status_code == 200
             assert (await client.get("/ready")).json()["failed"] == {}
+
+    asyncio.run(main())
+
+
+def test_a_run_that_is_replaced_before_its_first_checkpoint_is_never_served(
+    stand_ins: None, tmp_path: Path
+) -> None:
+    """No process of it is left when the checkpoint comes after all."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    for directory in (run, other):
+        directory.mkdir()
+    (run / "recipe.toml").touch()
+
+    async def main() -> None:
+        models = Catalogue([f"gpt={run}"], watch=True, directory=tmp_path)
+        replaced = models.models[0]
+        starting = asyncio.create_task(models.start())
+        await models.load("gpt", "other")
+        write_checkpoint(run, "step-00000001")
+        (run / "checkpoints" / "latest").write_text("step-00000001")
+        await starting
+        assert models.find("gpt").ready and not replaced.ready
+        await models.close()
 
     asyncio.run(main())
 
