@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ...core.errors import ThroughlineError
 from .api_types import ChatBody, CompletionBody, Conversation, ResponsesBody
-from .calls import INLINE, Call, error_body, told
+from .calls import INLINE, Call, error_body, size_of, told
 from .generation import Job, TextDelta
 from .messages import Message
 from .served import Deltas
@@ -26,8 +26,7 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # pro
 
 async def completions(call: Call, body: CompletionBody) -> Response | dict[str, Any]:
     """Continue a text with a GPT; `stream` sends server-sent events."""
-    size = sum(map(len, body.prompt))
-    answers = await call.beside(size, lambda: Answers(call, body, call.model.completion(body)))
+    answers = await call.beside(size_of(body.prompt), lambda: Answers(call, body, call.model.completion(body)))
     return await generated(call, answers)
 
 

@@ -11,7 +11,7 @@ from ...core.errors import WrongUse
 from ...models.config import MULTI_LABEL, REGRESSION
 from . import api_types as api
 from .accounts import check_texts
-from .calls import Call
+from .calls import Call, size_of
 from .encoding import Encoding, Outputs, check_known, named_texts, unit
 
 
@@ -143,8 +143,8 @@ async def _scored(
             framed.append(reader.frame(pair, truncate, want=("class_logits",)))
         return framed
 
-    characters = sum(map(len, [*queries.values(), *documents.values()]))
-    answers = await _read(call, await call.beside(characters, frames))
+    size = size_of([*queries.values(), *documents.values()])
+    answers = await _read(call, await call.beside(size, frames))
     problem = call.model.facts["problem_type"]
     return [float(label_scores(answer["class_logits"], problem)[-1]) for answer in answers]
 
@@ -174,8 +174,7 @@ async def detokenize(call: Call, body: api.DetokenizeBody) -> dict[str, Any]:
 
 async def _read_all(call: Call, texts: Mapping[str, Any], want: str, *how: Any) -> list[Outputs]:
     """This output of the model for each text of a body, which `frames` lays out so."""
-    characters = sum(map(len, texts.values()))
-    framed = await call.beside(characters, lambda: call.model.frames(texts, want, *how))
+    framed = await call.beside(size_of(texts.values()), lambda: call.model.frames(texts, want, *how))
     return await _read(call, framed)
 
 

@@ -1,6 +1,7 @@
 """Requests of many texts to an encoder: how many fit, what waits, and which text of a batch an error is of."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,22 @@ def run(in_thread: Any, patch: pytest.MonkeyPatch, spec: str, body: Any, **limit
 def test_eight_clients_with_256_texts_each_are_all_answered(
     bert_dir: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2,048 texts at once and as one request, as OpenAI allows; one more is refused. Places are counted by tokens."""
+    """2,048 texts at once and as one request, as OpenAI allows; one more is refused. Places are counted by tokens.
+    Many short texts are tokenised beside the event loop, as a long one is.
+    """
     texts = ["dog"] * 256
+    threads = set[str]()
 
     async def body(found: Any) -> None:
+        model = found.server.catalogue.find("bert")
+        frames = model.frames
+
+        def noted(*given: Any) -> Any:
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return frames(*given)
+
+        monkeypatch.setattr(model, "frames", noted)
+
         async def embed(count: int) -> Any:
             request = {"input": (texts * 9)[:count], "dimensions": 1}
             return await found.client.post("/v1/embeddings", json=request)
@@ -32,6 +45,7 @@ def test_eight_clients_with_256_texts_each_are_all_answered(
         assert more.status_code == 400 and "2049 > 2048" in more.json()["error"]["message"]
         remote = found.remote("bert")
         assert (remote.waiting, remote.cost, remote._taken) == (0, 0, 0.0)
+        assert threads == {"beside"}
 
     run(in_thread, monkeypatch, f"bert={bert_dir}", body)
 
