@@ -35,10 +35,12 @@ class TextStream:
         self._held = ""  # decoded, but it may become a stop string
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """The text that is certain now; "" while a character or a stop string may still be open."""
+    def push(self, token_id: int, may_stop: bool = True) -> str:
+        """The text that is certain now; "" while a character or a stop string may still be open. A stop string that is
+        complete while it may not stop the text is a part of it.
+        """
         self._held += "".join(self._detokenizer.push(token_id))
-        return self._release()
+        return self._release(may_stop)
 
     def finish(self) -> str:
         """The rest of the text when no more tokens come."""
@@ -47,11 +49,11 @@ class TextStream:
         rest, self._held = self._held, ""
         return text if self.stopped else text + rest
 
-    def _release(self) -> str:
+    def _release(self, may_stop: bool = True) -> str:
         if not self._stop:
             text, self._held = self._held, ""
             return text
-        starts = [self._held.find(stop) for stop in self._stop]
+        starts = [self._held.find(stop) for stop in self._stop] if may_stop else []
         found = [start for start in starts if start >= 0]
         if found:
             text, self._held = self._held[: min(found)], ""

@@ -147,7 +147,7 @@ class Generation(Body, kw_only=True):
     guided_json: dict[str, Any] | None = None
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
-    min_tokens: Annotated[int, Meta(ge=0, description="Before them no token ends an answer.")] = 0
+    min_tokens: Annotated[int, Meta(ge=0, description="Before them nothing ends an answer.")] = 0
     ignore_eos: Annotated[bool, Meta(description="The end-of-text token ends nothing.")] = False
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
     truncate_prompt_tokens: Last | None = None

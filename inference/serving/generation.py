@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     constraint: str | None = None  # JSON: {"json": schema} or {"regex": expression}
     n: int = 1  # answers, whose seeds are one apart
     whole: bool = False  # nobody looks at an answer before it is complete
-    min_tokens: int = 0  # before them no token ends an answer
+    min_tokens: int = 0  # before them no token and no stop string ends an answer
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer besides the model's end tokens
     skip_special_tokens: bool = True  # they are no part of the text
@@ -158,7 +158,8 @@ class Sequence:
         self.made.append(token.id)
         self.chooser.accept(token.id)
         complete = self.guide is not None and self.guide.accept(token.id)
-        text = self.stream.push(token.id)
+        # The token that completes a stop string is no part of the answer, as one that ends it is none.
+        text = self.stream.push(token.id, len(self.made) > self.job.min_tokens)
         if not self.stream.stopped and (complete or len(self.made) == self.job.max_tokens):
             text += self.stream.finish()
             return TextDelta(text, token, "stop" if complete or self.stream.stopped else "length")

@@ -56,7 +56,7 @@ class ToolCall(Strict):
 
     def described(self) -> dict[str, Any]:
         """As chat templates expect it: with the arguments as an object, where they are one."""
-        arguments: Any = self.function.arguments
+        arguments: Any = self.function.arguments or "{}"  # of a function without parameters
         with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
         return {

@@ -63,7 +63,7 @@ def spelled_prompt(tokenizer: Tokenizer, tokens: Sequence[Token], text: str) -> 
             pieces, offset = shown, len(text) - len("".join(shown))  # behind those that were added
     spelled = []
     for token, piece in zip(tokens, pieces, strict=True):
-        spelled.append(Spelled(token, piece if offset >= 0 else "", max(offset, 0)))
+        spelled.append(Spelled(token, piece[max(0, -offset) :], max(offset, 0)))
         offset += len(piece)
     return spelled
 

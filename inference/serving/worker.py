@@ -6,6 +6,7 @@ are left to the HTTP process, which drains first. Who may ask for how much is de
 """
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -234,7 +235,8 @@ class WorkerModel:
             **{name: getattr(backend, name) for name in ("device", "dtype", "vocab_size")},
             "context": self.loaded.sentence.context(backend.context),
             "sentence": asdict(self.loaded.sentence),
-            "tokenizer": str(Path(self.loaded.tokenizer).resolve()),
+            # not resolved: the hub's cache links each file to another place, and what stands beside it is here
+            "tokenizer": os.path.abspath(self.loaded.tokenizer),
             "hash": self.loaded.input.hash,
             "outputs": self._outputs,
             "classes": self.loaded.classes,

@@ -143,6 +143,10 @@ def test_an_echoed_prompt_has_the_offsets_of_its_text(ask: Any, theirs: tuple[An
     """With BOS in front, which is no text, special tokens that the prompt spells, and characters of several tokens."""
 
     async def body(found: Any) -> None:
+        for prompt in ("hello<|end|>", "hello world"):
+            asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+            listed = (await found.complete(**asked))["choices"][0]["logprobs"]
+            assert "".join(listed["tokens"]) == prompt
         for prompt in ("hello world 😀!", "<|user|>\nhello<|end|>\n", "the  answer"):
             asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 5}
             answer = await found.complete(**asked)
@@ -188,6 +192,40 @@ def test_every_end_token_ends_every_answer(ask: Any, sentencepiece_dir: Path) ->
             assert shown == [(name * 4, "length", 4)] * 2
 
     ask(body)
+
+
+def test_no_stop_string_ends_an_answer_before_its_least_tokens(ask: Any, sentencepiece_dir: Path) -> None:
+    """As vLLM: stop strings are looked for behind `min_tokens` tokens; earlier ones are text."""
+    letter = Tokenizer.load(sentencepiece_dir).vocab["x"]
+    fields = {"prompt": "hello", "max_tokens": 6, "logit_bias": {str(letter): 100}}
+
+    async def body(found: Any) -> None:
+        for stop, least, text in (("x", 0, ""), ("x", 2, "xx"), ("xx", 3, "xx"), ("xx", 6, "xxxxxx")):
+            for logprobs in (None, 1):
+                answer = await found.complete(**fields, stop=stop, min_tokens=least, logprobs=logprobs)
+                (choice,) = answer["choices"]
+                finish = "length" if least == 6 else "stop"
+                assert (choice["text"], choice["finish_reason"]) == (text, finish), (stop, least)
+
+    ask(body)
+
+
+def test_a_directory_of_links_has_what_stands_beside_its_tokenizer(
+    sentencepiece_dir: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hub's cache keeps each file elsewhere, under its hash, and links to it."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(sentencepiece_dir.iterdir())):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(blobs / str(number))
+
+    async def body(found: Any) -> None:
+        served = found.server.catalogue.find("gpt")
+        assert "/v1/chat/completions" in served.endpoints and len(served.end_ids) == 2
+
+    in_thread.run_with(monkeypatch, [f"gpt={snapshot}"], body)
 
 
 def test_a_constrained_answer_may_end_with_any_end_token(ask: Any, sentencepiece_dir: Path) -> None:
@@ -297,7 +335,7 @@ def test_a_conversation_is_read_with_its_variables_and_calls(
     template = (
         "{{ bos_token }}{{ enable_thinking }} {{ reasoning_effort }}|"
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-        "{% for call in m.tool_calls %}{{ call.function.name }}={{ call.function.arguments.x }}{% endfor %}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}={{ call.function.arguments.items() | list }}{% endfor %}"
         "{{ m.tool_call_id }}|{% endfor %}"
     )
     (model / "chat_template.jinja").write_text(template)
@@ -307,12 +345,13 @@ def test_a_conversation_is_read_with_its_variables_and_calls(
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 4}'}}
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 4}'}},
+                {"id": "c2", "type": "function", "function": {"name": "now", "arguments": ""}},
             ],
         },
         {"role": "tool", "content": "8", "tool_call_id": "c1"},
     ]
-    expected = "False high|user:hello|assistant:add=4|tool:8c1|"
+    expected = "False high|user:hello|assistant:add=[('x', 4)]now=[]|tool:8c1|"
     ids = Tokenizer.load(model).encode_prompt(expected).tolist()
 
     async def body(found: Any) -> None:
