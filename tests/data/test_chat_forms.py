@@ -130,7 +130,7 @@ def test_an_end_of_turn_that_is_not_special_is_not_forged() -> None:
 
 def test_the_names_in_a_tool_call_forge_no_special_token(opened: Open) -> None:
     """The names of arguments are written by whoever sends the conversation, as their values are."""
-    form, ours, theirs = opened("qwen-2.5")
+    _, ours, theirs = opened("qwen-2.5")
     end = theirs.convert_tokens_to_ids("<|im_end|>")
 
     def ends(name: str) -> int:

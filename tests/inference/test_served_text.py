@@ -335,7 +335,8 @@ def test_a_conversation_is_read_with_its_variables_and_calls(
     template = (
         "{{ bos_token }}{{ enable_thinking }} {{ reasoning_effort }}|"
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-        "{% for call in m.tool_calls %}{{ call.function.name }}={{ call.function.arguments.items() | list }}{% endfor %}"
+        "{% for call in m.tool_calls %}"
+        "{{ call.function.name }}={{ call.function.arguments.items() | list }}{% endfor %}"
         "{{ m.tool_call_id }}|{% endfor %}"
     )
     (model / "chat_template.jinja").write_text(template)
