@@ -26,7 +26,9 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # pro
 
 async def completions(call: Call, body: CompletionBody) -> Response | dict[str, Any]:
     """Continue a text with a GPT; `stream` sends server-sent events."""
-    answers = await call.beside(size_of(body.prompt), lambda: Answers(call, body, call.model.completion(body)))
+    answers = await call.beside(
+        size_of(body.prompt), lambda: Answers(call, body, call.model.completion(body))
+    )
     return await generated(call, answers)
 
 
