@@ -206,7 +206,9 @@ class ServedModel:
         if body.add_special_tokens:
             ids = np.array(self.tokenizer.framed(ids.tolist()), np.int64)
         if not body.ignore_eos:
-            body.stop_token_ids = [*body.stop_token_ids, *self.chat.end_ids]
+            # a file may name ends that the model has no embedding for
+            known = [i for i in self.chat.end_ids if i < self.facts["vocab_size"]]
+            body.stop_token_ids = [*body.stop_token_ids, *known]
         if body.truncate_prompt_tokens is not None:
             ids = self._kept(ids, body.truncate_prompt_tokens, max_tokens or 1)
         logprobs = None

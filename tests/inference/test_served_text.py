@@ -228,6 +228,19 @@ def test_a_directory_of_links_has_what_stands_beside_its_tokenizer(
     in_thread.run_with(monkeypatch, [f"gpt={snapshot}"], body)
 
 
+def test_an_end_token_outside_the_vocabulary_refuses_no_chat(
+    in_thread: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files of models that others have trained on name such ends; no request has stated them."""
+    model = write_sentencepiece(tmp_path / "model", {"eos_token_id": [2, 999_999]})
+
+    async def body(found: Any) -> None:
+        request = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        assert (await found.client.post("/v1/chat/completions", json=request)).status_code == 200
+
+    in_thread.run_with(monkeypatch, [f"gpt={model}"], body)
+
+
 def test_a_constrained_answer_may_end_with_any_end_token(ask: Any, sentencepiece_dir: Path) -> None:
     """Where the expression may go on, the model says when it ends: by an end of a text or of a turn."""
     pytest.importorskip("llguidance", reason="needs llguidance")
