@@ -58,6 +58,16 @@ def test_the_rate_goes_on_where_it_stood(
     assert 0.1 <= new[-1] < 0.25
 
 
+@pytest.mark.parametrize("decay_steps", [None, 20])
+def test_a_stable_rate_that_is_cut_short_begins_to_decay_where_it_stood(decay_steps: int | None) -> None:
+    """Of 100 steps made 65 at step 60, where a run of 65 steps would long have been decaying; and then 110 at 64."""
+    recipe = a_recipe(65, kind="wsd", decay_steps=decay_steps)
+    rates = [learning_rate_factor(step, recipe, [(60, 100)]) for step in range(65)]
+    assert rates[59:] == pytest.approx([1.0, 1.0, 0.82, 0.64, 0.46, 0.28])
+    longer = a_recipe(110, kind="wsd", decay_steps=decay_steps)
+    assert learning_rate_factor(64, longer, [(60, 100), (64, 65)]) == pytest.approx(0.28)
+
+
 @pytest.mark.parametrize("kind", ["constant", "inverse-sqrt"])
 def test_a_schedule_without_an_end_does_not_see_the_length(kind: str) -> None:
     rates = [learning_rate_factor(step, a_recipe(200, kind=kind)) for step in range(200)]

@@ -123,8 +123,10 @@ def _decay_share(step: int, recipe: Recipe, planned: int, earlier: Sequence[tupl
     if earlier and by_length:
         (changed_at, planned_before), before = earlier[-1], earlier[:-1]
         share_then = _decay_share(changed_at, recipe, planned_before, before)
-        if share_then and _whole_batches(changed_at, recipe) >= warmup:
-            start = _whole_batches(changed_at, recipe)
+        changed = _whole_batches(changed_at, recipe)
+        # a stable rate whose decay would have begun before the change begins to decay with it
+        if changed >= warmup and (share_then or start < changed):
+            start = changed
             if done < start:
                 return _decay_share(step, recipe, planned_before, before)
             return share_then + (1 - share_then) * min((done - start) / max(steps - start, 1), 1.0)
