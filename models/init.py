@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from .bert import BERT, BERTWithHead, Head
 from .config import BERTConfig, GPTConfig, ModelConfig
+from .experts import RoutedFeedForward
 from .gpt import GPT
 from .linear import use_fastest_product
 
@@ -134,11 +135,14 @@ def empty_model(
 def without_values(
     make: Callable[[], Module], device: torch.device | str, dtype: torch.dtype | None
 ) -> Module:
-    """The module that `make` makes, as `empty_model` gives one."""
+    """The module that `make` makes, as `empty_model` gives one: of `dtype`, but for the routers of experts."""
     with torch.device("meta"), Unfilled():
         model = make()
     use_fastest_product(model)
     model = model.to(dtype=dtype)
+    for module in model.modules():
+        if isinstance(module, RoutedFeedForward):
+            module.keep_wide(torch.promote_types(module.router.weight.dtype, torch.float32))
     if str(device) == "meta":
         return model
     # to_empty() goes through empty_like of meta tensors, which imports torch's symbolic shapes: 70 MB

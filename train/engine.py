@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ..core.signals import STOP_SIGNALS
 from ..models.config import ModelConfig, family_of
-from ..models.experts import RoutedFeedForward
 from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..planner.tables import Box, table_at_ends
@@ -85,9 +84,6 @@ class Engine:
         held = self.wide if self.sharded and not offload else self.dtype
         for index in self.layout.stages_of(mesh.pipeline.rank):
             model = self.objective.empty(held)
-            for module in model.modules():
-                if isinstance(module, RoutedFeedForward):
-                    module.keep_wide(self.wide)
             self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
             remove_other_stages(model, index, mesh)
             stage = Stage(model, index, mesh, self.objective.sums)

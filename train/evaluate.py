@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..data.samples import Dataset, GPTWindows
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
-from ..models.experts import RoutedFeedForward
 from ..models.gpt import in_use
 from .build import RunPlan, validation_rows
 from .engine import Engine
@@ -179,9 +178,6 @@ def whole_model(engine: Engine) -> Model | None:
     """
     engine.wait()
     model = engine.objective.empty(scored_dtype(engine))
-    for module in model.modules():
-        if isinstance(module, RoutedFeedForward):
-            module.keep_wide(engine.wide)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     held = {local.name: local for local in engine.local_shards if local.spec.primary}
     for name, shape in engine.shapes.items():

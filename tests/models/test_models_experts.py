@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from throughline.models import experts as module  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
+from throughline.models.init import build  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 CONFIG = GPTConfig(width=96, heads=4, experts=4, expert_width=80, gated=True, bias=False)
@@ -101,3 +102,18 @@ def test_room_for_all_drops_none_to_the_bit_and_an_evaluation_never_drops() -> N
     for same in (answers[1], narrow.eval()(x)):
         assert torch.equal(same, answers[0])
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_model_routes_in_fp32(dtype: torch.dtype) -> None:
+    """A served model chooses experts as its training did: by fp32 products of its activations and its router."""
+    config = replace(CONFIG, layers=2, vocab_size=64, sequence_length=32, balance_bias=True)
+    model = build(config, dtype=dtype)
+    narrow = {name for name, parameter in model.named_parameters() if parameter.dtype == dtype}
+    routers = {name for name, _ in model.named_parameters() if ".router." in name or "balance_bias" in name}
+    assert len(routers) == 4
+    assert narrow == {name for name, _ in model.named_parameters()} - routers
+    assert model(torch.arange(8)[None]).dtype == dtype
+    layer, x_NW = model.blocks["1"].mlp, torch.randn(256, config.width).to(dtype)
+    expected_NE = (x_NW.float() @ layer.router.weight.t()).softmax(-1)
+    torch.testing.assert_close(layer.route(x_NW).scores_NE, expected_NE, rtol=1e-5, atol=1e-6)
