@@ -264,7 +264,9 @@ class BERTPairs:
         self.rows = len(self.ends)
         if not self.rows:
             why = f"{store.tokens:,} tokens"
-            raise WrongUse("too little text for one training row", why=why, fix="give more text")
+            raise WrongUse(
+                "too little text for one training row", where=store.place, why=why, fix="give more text"
+            )
 
     @cached_property
     def tokens(self) -> int:

@@ -35,7 +35,7 @@ class GPTWindows:
         if self.rows < 1:
             why = f"{store.tokens:,} tokens, rows of {length:,} (+ 1 for the last target)"
             fix = "give more text, a larger part of it, or a smaller sequence_length"
-            raise WrongUse("too little text for one training row", why=why, fix=fix)
+            raise WrongUse("too little text for one training row", where=store.place, why=why, fix=fix)
 
     @property
     def tokens(self) -> int:
@@ -83,7 +83,9 @@ class GPTPacked:
         self.rows = len(self.ends)
         if not self.rows:
             why = f"{store.tokens:,} tokens in {store.documents:,} documents, none of two tokens"
-            raise WrongUse("too little text for one training row", why=why, fix="give more text")
+            raise WrongUse(
+                "too little text for one training row", where=store.place, why=why, fix="give more text"
+            )
 
     @cached_property
     def tokens(self) -> int:

@@ -61,6 +61,11 @@ class TokenStore:
         self.sequences = stop.sequence + stop.inside_sequence - start.sequence
         self.documents = stop.document + stop.inside_document - start.document
 
+    @property
+    def place(self) -> Path:
+        """The file of its first shard, by which a message names the store."""
+        return self.shards[0].bin
+
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Open a store artifact, or adopt a Megatron prefix or directory (facts["foreign"] is then True). Raises

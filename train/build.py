@@ -134,11 +134,14 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     if plan.corpus.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
     corpus, length = plan.corpus, recipe.train.sequence_length
-    least = min((store.tokens for store in corpus.validation), default=math.inf)
-    if plan.family == "gpt" and recipe.data.packing == "windows" and least <= length:
-        why = f"{least:,} tokens are held out, a row has {length:,} (+ 1 for the last target)"
-        fix = "a larger data.validation_fraction, data.validation, or data.validation_fraction=0 for none"
-        raise WrongUse("the validation split is less than a row", where="data", why=why, fix=fix)
+    paths = (
+        [recipe.data.validation] if recipe.data.validation else [item.path for item in recipe.data.sources()]
+    )
+    for path, store in zip(paths, corpus.validation):
+        if plan.family == "gpt" and recipe.data.packing == "windows" and store.tokens <= length:
+            why = f"{store.tokens:,} tokens are held out, a row has {length:,} (+ 1 for the last target)"
+            fix = "a larger data.validation_fraction, data.validation, or data.validation_fraction=0 for none"
+            raise WrongUse("the validation split is less than a row", where=path, why=why, fix=fix)
     if init_from and leads:  # before a directory is claimed for the run
         model, tokenizer = open_weights(init_from)
         adopt(model, plan.config, init_from)

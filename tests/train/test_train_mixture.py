@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.errors import WrongUse
+from throughline.data.store import TokenStore
 from throughline.models.init import build
 from throughline.train.build import RunPlan, training_rows
 from throughline.train.engine import Engine
@@ -102,6 +103,21 @@ def test_some_weights_and_some_not_are_refused(
     with pytest.raises(WrongUse) as caught:
         make_plan(data={"train": [{"path": two_stores[0], "weight": 2}, two_stores[1]]})
     assert "has no weight" in str(caught.value.why)
+
+
+def test_a_store_that_is_too_small_is_named(make_plan: Callable[..., RunPlan], two_stores: list[str]) -> None:
+    """Of several stores the smaller one: to hold a row out, and to train on one."""
+    smaller = min(two_stores, key=lambda path: TokenStore.open(path).tokens)
+    tokens = TokenStore.open(smaller).tokens
+    data: dict[str, Any] = {"train": two_stores, "validation_fraction": 0.1}
+    with pytest.raises(WrongUse, match="less than a row") as caught:
+        make_plan(data=data, train={"sequence_length": tokens // 8})
+    assert caught.value.where == smaller
+    data["validation_fraction"] = 0.0
+    plan = make_plan(data=data, train={"sequence_length": tokens // 2 + 1})
+    with pytest.raises(WrongUse, match="too little text") as caught:
+        training_rows(plan)
+    assert Path(str(caught.value.where)).is_relative_to(smaller)
 
 
 def test_a_validation_reads_a_sample_of_every_store(
