@@ -16,6 +16,7 @@ from .inputs import DATASET_PREFIX, is_saved_dataset
 
 BLOCK_BYTES = 1 << 20
 BLANK = b" \t\r\n"
+ANOTHER_FIELD = "name another with --field, for train with --set data.field"
 # A line ends with LF, CRLF or CR alone. The groups are atomic: a CRLF is never taken for two line ends.
 LINE_END = re.compile(rb"\r\n|\n|\r")
 BLANK_LINES = re.compile(rb"(?>\r\n|\n|\r)(?:[ \t]*(?>\r\n|\n|\r))+")  # greedy: a whole run of blank lines
@@ -157,8 +158,8 @@ def parquet_rows(
             values = kind.value_type if pa.types.is_dictionary(kind) else kind
             texts = (pa.string(), pa.large_string(), pa.string_view())
             if values not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
-                why, fix = f"its type is {kind}", "name another with --field"
-                raise WrongUse(f"column {column!r} holds no text", where=path, why=why, fix=fix)
+                why = f"its type is {kind}"
+                raise WrongUse(f"column {column!r} holds no text", where=path, why=why, fix=ANOTHER_FIELD)
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 columns = [facts.column(i) for i in range(facts.num_columns)]
@@ -339,7 +340,7 @@ def dataset_rows(
             except KeyError:  # of a stream whose columns were not known, or inside of a column
                 raise no_column(name, column, list(batch)) from None
             if odd := [value for value in values if not isinstance(value, str | bytes | None)]:
-                why, fix = f"it holds {type(odd[0]).__name__}", "name another with --field"
-                raise WrongUse(f"column {column!r} holds no text", where=name, why=why, fix=fix)
+                why = f"it holds {type(odd[0]).__name__}"
+                raise WrongUse(f"column {column!r} holds no text", where=name, why=why, fix=ANOTHER_FIELD)
             on_bytes(sum(len(value) for value in values if value))
             yield records

@@ -19,7 +19,16 @@ from typing import Any, Literal, NamedTuple
 from ...core.errors import Failed
 from ..fields import field_value, text_fields, with_field
 from ..records import table
-from .formats import BLANK_LINES, LINE_END, between, dataset_rows, no_column, open_blocks, parquet_rows
+from .formats import (
+    ANOTHER_FIELD,
+    BLANK_LINES,
+    LINE_END,
+    between,
+    dataset_rows,
+    no_column,
+    open_blocks,
+    parquet_rows,
+)
 from .inputs import Source, suffix_of
 from .text import (
     PIECE_BYTES,
@@ -334,7 +343,7 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
     texts = ", ".join(text_fields(record)) or "none"
     with suppress(KeyError):
         why = f"{field!r} is {type(field_value(record, field)).__name__}, not a string; fields with text: {texts}"
-        return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
+        return Failed("a field holds no text", where=where, why=why, fix=ANOTHER_FIELD)
     lists = [key for key, value in record.items() if isinstance(value, list)]
     fix = "name one with --field, for train with --set data.field"
     if texts == "none" and lists:
