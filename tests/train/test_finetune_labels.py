@@ -53,6 +53,8 @@ def test_a_class_is_named_by_its_content(labels: list[Any], names: tuple[str, ..
         (["a", {"b": 1}], "auto", "no text and no number"),
         ([["a"], ["b"]], SINGLE_LABEL, "a label is a list"),
         ([[], []], "auto", "empty"),
+        ([[0.2, 0.8], [0.5, 0.5]], "auto", "lists of numbers that are not whole"),
+        ([0.5, 1.0], MULTI_LABEL, "lists of numbers that are not whole"),
         (["a", "a"], "auto", "one label only"),
         (["['a', 'b']", "['a' 'b']"], "auto", "not JSON"),
     ],
@@ -98,6 +100,8 @@ def test_numbers_get_the_names_that_are_given() -> None:
         found.value(3)
     with pytest.raises(WrongUse, match="no name"):
         found.value(-1)
+    asked = inspect_labels([0, 1, 2], REGRESSION, ["neg", "neutral", "pos"])
+    assert (asked.problem, asked.names, asked.value(2)) == (REGRESSION, ("score",), 2.0)
 
 
 def test_names_of_the_hub_are_read_from_a_parquet_file(tmp_path: Path) -> None:

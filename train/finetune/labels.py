@@ -74,8 +74,7 @@ def inspect_labels(
     names = [class_name(label) for label in labels]
     numbers = [name for name in names if NUMBER.fullmatch(name)]
     has_fractions = any(not _is_whole(name) for name in numbers)
-    is_regression = problem == REGRESSION or (problem == "auto" and has_fractions)
-    if is_regression and not class_names:
+    if problem == REGRESSION or (problem == "auto" and has_fractions and not class_names):
         others = Counter(name for name in names if not NUMBER.fullmatch(name))
         if others:
             fix = f"remove those records, or make every label a class: {AS_CLASSES}"
@@ -107,6 +106,10 @@ def _inspect_lists(labels: Sequence[Any], class_names: Sequence[str]) -> TextLab
             why = f"{len(names)} names, lists of {width} zeros and ones"
             raise WrongUse("there is not one name for each class", where="data.class_names", why=why)
         return TextLabels(MULTI_LABEL, names, is_multi_hot=True)
+    found = [class_name(one) for label in labels for one in _elements(label)]
+    if fractions := [name for name in found if NUMBER.fullmatch(name) and not _is_whole(name)]:
+        fix = "give the classes of each text, or a 0 or a 1 for each class"
+        raise WrongUse("lists of numbers that are not whole", where=WHERE, why=_counted(fractions), fix=fix)
     rule = TextLabels(MULTI_LABEL, (), class_names=tuple(class_names))
     classes = {name for label in labels for name in rule.value(label)}  # type: ignore[union-attr]
     if not classes:
