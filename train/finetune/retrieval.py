@@ -67,10 +67,12 @@ class Retrieval(Task):
         batch, pairs = super().collated(rows), text_pairs(rows)
         here = relevant_passages(pairs)
         places = {passage: place for place, (_, passage) in reversed(list(enumerate(pairs)))}
-        is_candidate = np.eye(len(pairs), dtype=bool)
+        is_candidate = np.zeros((len(pairs), len(pairs)), dtype=bool)
+        is_candidate[:, list(places.values())] = True
         for row, (query, _) in enumerate(pairs):
             answers = here[query] | self.relevant.get(query, set())
-            is_candidate[row, [place for passage, place in places.items() if passage not in answers]] = True
+            is_candidate[row, [places[answer] for answer in answers & places.keys()]] = False
+            is_candidate[row, row] = True
         return batch | {"is_candidate": is_candidate}
 
     def vectors(self, hidden_BSW: Tensor, batch: Batch) -> Tensor:
@@ -96,8 +98,9 @@ class Retrieval(Task):
         queries = {query: place for place, (query, _) in reversed(list(enumerate(pairs)))}
         passages = {passage: place for place, (_, passage) in reversed(list(enumerate(pairs)))}
         cosines_QP = vectors[0::2][list(queries.values())] @ vectors[1::2][list(passages.values())].T
+        column_of = {passage: column for column, passage in enumerate(passages)}
         is_relevant_QP = np.zeros(cosines_QP.shape, bool)
         for row, query in enumerate(queries):
             answers = here[query] | self.relevant.get(query, set())
-            is_relevant_QP[row] = [passage in answers for passage in passages]
+            is_relevant_QP[row, [column_of[answer] for answer in answers & column_of.keys()]] = True
         return retrieval(cosines_QP.cpu().numpy(), is_relevant_QP)
