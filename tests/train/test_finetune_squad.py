@@ -107,6 +107,13 @@ def test_every_form_of_a_question_is_read_alike(record: dict[str, Any]) -> None:
     assert questions([record], "file") == WANTED
 
 
+def test_answers_without_their_places_are_looked_for() -> None:
+    """As a list of objects and as an object of lists."""
+    for answers in ([{"text": "rome"}], {"text": ["rome"]}):
+        kept = Located().take(questions([ROW | {"answers": answers}], "file"))
+        assert [record["span"] for record in kept] == [(14, 18)]
+
+
 def test_one_answer_a_row_and_none_are_read() -> None:
     """A table's cells are texts; without an offset there is none; a question may have no answer in every form."""
     row = ROW | {"answer": "rome", "answer_start": "14"}

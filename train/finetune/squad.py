@@ -74,7 +74,7 @@ def _pairs(answers: Any) -> list[tuple[int | None, str]]:
     if isinstance(answers, list):
         texts, starts = [one["text"] for one in answers], [one.get("answer_start") for one in answers]
     else:
-        texts, starts = (_listed(answers[name]) for name in ("text", "answer_start"))
+        texts, starts = _listed(answers["text"]), _listed(answers.get("answer_start"))
     if not starts:
         starts = [None] * len(texts)
     if len(texts) != len(starts) or not all(isinstance(text, str) for text in texts):
