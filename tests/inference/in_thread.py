@@ -122,6 +122,13 @@ def on_a_port_with(
         yield f"http://{host}:{port}/", server
 
 
+async def until(true: Callable[[], Any]) -> None:
+    """Wait until this is true, a minute at most."""
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.002)
+
+
 Body = Callable[[Running], Awaitable[None]]
 
 

@@ -1,24 +1,18 @@
-"""An error belongs to the answer that causes it, and a place to the key that may have it."""
+"""An error belongs to the answer that causes it, and what is kept of a prompt to its own tenant."""
 
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
-from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import remote, served
-from throughline.inference.serving.accounts import ServerLimits, Telemetry
-from throughline.inference.serving.catalogue import Catalogue
 from throughline.inference.serving.channel import Ask, Open
 from throughline.inference.serving.generation import Job
-from throughline.inference.serving.keys import find_key, read_keys
-from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.slots import SlotBatch
 from throughline.inference.serving.worker import WorkerModel
 
@@ -59,12 +53,6 @@ def run(
         for sequence, delta in batch.step():
             made.setdefault(sequence.owner, []).append(delta.token.id)
     return made, {sequence.owner: error for sequence, error in batch.failed}
-
-
-@pytest.fixture(scope="module", params=["torch", "onnxruntime"])
-def backend(request: Any, gpt_dir: Path, gpt_onnx: Path) -> Any:
-    path = gpt_dir if request.param == "torch" else gpt_onnx
-    return open_backend(path, BackendOptions(device="cpu", threads=1)).causal
 
 
 @pytest.mark.parametrize("poison", [False, True], ids=["raises", "no numbers"])
@@ -203,79 +191,6 @@ def test_min_tokens_stop_tokens_and_no_end(backend: Any) -> None:
     assert answer(min_tokens=3) == [9, 9, 9, 0]
     assert answer(ignore_eos=True) == [0] * 6
     assert answer(min_tokens=2, stop_ids=(9,))[2:] == [0] and 9 not in answer(min_tokens=2, stop_ids=(9,))
-
-
-# --- keys ---
-
-
-def test_a_key_file_says_who_may_do_how_much(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# ours\nsesame name=alice priority=2 places=3\n\nopen per_minute=2\n")
-    keys = read_keys(file, "third", 64)
-    assert [(key.name, key.priority, key.places) for key in keys] == [
-        ("", 0, 32),
-        ("alice", 2, 3),
-        ("", 0, 32),
-    ]
-    assert find_key(keys, b"Bearer sesame") is keys[1] and find_key(keys, b"Basic sesame") is None
-    keys[1].take(3)
-    for refused in (lambda: keys[1].take(1), lambda: [keys[2].begin() for _ in range(3)]):
-        with pytest.raises(Exception, match="this key") as told:
-            refused()
-        assert told.value.status_code == 429 and int(told.value.headers["Retry-After"]) >= 1
-    with pytest.raises(WrongUse, match="too many answers for this key"):  # however long it waits
-        keys[1].take(4)
-    for wrong in ("a places=0", "a b", "a colour=red", "# none"):
-        file.write_text(wrong)
-        with pytest.raises(WrongUse, match="key"):
-            read_keys(file, None, 64)
-
-
-def test_one_key_cannot_take_the_places_of_another(
-    gpt_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(found: Any) -> None:
-        request = {"prompt": "x", "max_tokens": 100, "temperature": 0, "logit_bias": {"0": -100}, "n": 4}
-
-        async def ask(key: str) -> int:
-            headers = {"Authorization": f"Bearer {key}"}
-            return (await found.client.post("/v1/completions", json=request, headers=headers)).status_code
-
-        greedy = [asyncio.create_task(ask("one")) for _ in range(4)]
-        while not found.remote().waiting:
-            await asyncio.sleep(0.002)
-        assert await ask("two") == 200
-        assert sorted([await task for task in greedy]) == [200, 200, 429, 429]
-        assert await ask("one") == 200  # its places are its own again
-
-    usual = in_thread.Key.of
-    monkeypatch.setattr(in_thread.Key, "of", lambda text: usual(text, places="8"))
-    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, keys=("one", "two"), slots=2, queue=14)
-
-
-def test_a_name_that_is_not_ours_is_refused_and_head_is_answered() -> None:
-    """DNS rebinding: a page of evil.example, whose name leads to this machine, asks with its own name."""
-
-    async def ask() -> list[int]:
-        app = build_app(
-            Server(Catalogue([]), ServerLimits(), Telemetry()), hosts=("localhost", "127.0.0.1", "[::1]")
-        )
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost:81"
-        ) as client:
-            hosts = (
-                "localhost:81",
-                "LOCALHOST",
-                "[::1]:80",
-                "127.0.0.1:9",
-                "evil.example",
-                "localhost.evil.example",
-                "",
-            )
-            found = [await client.get("/health", headers={"Host": host}) for host in hosts]
-            return [answer.status_code for answer in [*found, await client.head("/health")]]
-
-    assert asyncio.run(ask()) == [200] * 4 + [403] * 3 + [200]
 
 
 # --- starting and stopping ---

@@ -1,4 +1,6 @@
-"""API keys: scopes, quotas, errors of a key file, and what a refused request leaves in the log and the metrics."""
+"""API keys: what needs one, scopes, quotas and places, errors of a key file, and what a refused request leaves in the
+log and the metrics.
+"""
 
 import asyncio
 import os
@@ -175,3 +177,69 @@ def test_keys_are_read_again_while_requests_hold_them(
     told = capsys.readouterr().err
     assert told.count("the API keys were read again") == 1
     assert "stay in use" in told and f"{file}:1" in told and "there is no API key in the file" in told
+
+
+def test_keys_are_needed_everywhere_but_for_probes_and_the_page(
+    gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(found) -> None:
+        for path, status in (
+            ("/health", 200),
+            ("/ready", 200),
+            ("/", 200),
+            ("/metrics", 401),
+            ("/v1/models", 401),
+        ):
+            assert (await found.client.get(path)).status_code == status
+        wrong = await found.client.get("/v1/models", headers={"Authorization": "Bearer key-onE"})
+        assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
+        for key in ("key-one", "key-two"):
+            right = await found.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert right.status_code == 200
+
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, keys=("key-one", "key-two"))
+
+
+def test_a_key_file_says_who_may_do_how_much(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsesame name=alice priority=2 places=3\n\nopen per_minute=2\n")
+    keys = read_keys(file, "third", 64)
+    assert [(key.name, key.priority, key.places) for key in keys] == [
+        ("", 0, 32),
+        ("alice", 2, 3),
+        ("", 0, 32),
+    ]
+    assert find_key(keys, b"Bearer sesame") is keys[1] and find_key(keys, b"Basic sesame") is None
+    keys[1].take(3)
+    for refused in (lambda: keys[1].take(1), lambda: [keys[2].begin() for _ in range(3)]):
+        with pytest.raises(Exception, match="this key") as told:
+            refused()
+        assert told.value.status_code == 429 and int(told.value.headers["Retry-After"]) >= 1
+    with pytest.raises(WrongUse, match="too many answers for this key"):  # however long it waits
+        keys[1].take(4)
+    for wrong in ("a places=0", "a b", "a colour=red", "# none"):
+        file.write_text(wrong)
+        with pytest.raises(WrongUse, match="key"):
+            read_keys(file, None, 64)
+
+
+def test_one_key_cannot_take_the_places_of_another(
+    gpt_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(found: Any) -> None:
+        request = {"prompt": "x", "max_tokens": 100, "temperature": 0, "logit_bias": {"0": -100}, "n": 4}
+
+        async def ask(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return (await found.client.post("/v1/completions", json=request, headers=headers)).status_code
+
+        greedy = [asyncio.create_task(ask("one")) for _ in range(4)]
+        while not found.remote().waiting:
+            await asyncio.sleep(0.002)
+        assert await ask("two") == 200
+        assert sorted([await task for task in greedy]) == [200, 200, 429, 429]
+        assert await ask("one") == 200  # its places are its own again
+
+    usual = in_thread.Key.of
+    monkeypatch.setattr(in_thread.Key, "of", lambda text: usual(text, places="8"))
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, keys=("one", "two"), slots=2, queue=14)

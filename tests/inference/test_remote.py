@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_thread import ThreadProcess
+from in_thread import ThreadProcess, until
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import Failed
 from throughline.inference.serving import remote, worker
@@ -50,12 +50,6 @@ def step_ends(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(remote, "WATCH_S", 0.01)
     monkeypatch.setattr(worker, "BEAT_MS", 5)
     return ends
-
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.002)
 
 
 async def opened(**limits: float) -> tuple[Remote, list[Any]]:
