@@ -14,6 +14,9 @@ from throughline.data.ingest.tokenize import Work, tokenize
 from throughline.data.new_tokenizer import train_tokenizer
 from throughline.data.store import TokenStore
 
+# The modules beside the tests. Last: other folders on the path have a conftest that tests import from.
+sys.path.append(str(Path(__file__).parent))
+
 WORDS = "the cat sat on a mat and saw the other dog which ran away from it very fast indeed".split()  # noqa: SIM905
 
 
