@@ -2,6 +2,7 @@
 data.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from throughline.train.finetune.run import write_model
 from throughline.train.recipes.recipe import Recipe
 from throughline.train.recipes.resolved import resolve
 from throughline.train.recipes.rules import RULES
+
+# The modules beside the tests. Last: other folders on the path have a conftest that tests import from.
+sys.path.append(str(Path(__file__).parent))
+from finetune_cases import WORDS
 
 SUBJECTS = [
     "the cat",
@@ -136,15 +141,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-SPOKEN_WORDS = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
-KNOWN_WORDS = [*SPOKEN_WORDS.split(), "who", "where", "is", "it"]
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
 
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Untrained tiny models with a tokenizer of whole words."""
-    vocabulary = {word: place for place, word in enumerate([*SPECIAL_TOKENS, *KNOWN_WORDS])}
+    vocabulary = {word: place for place, word in enumerate([*SPECIAL_TOKENS, *WORDS])}
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     library.add_special_tokens(SPECIAL_TOKENS)
