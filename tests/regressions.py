@@ -2,8 +2,8 @@
 
 The test functions that this checkout has and BASE has not are run in a worktree of BASE, to which this checkout's tests
 are copied: the tests are new, the package is old. A function that passes there in all its cases proves nothing new; it
-is listed, and the exit status is 1. New cases of an old function are not looked for. This file is also the plugin that
-ends a test which waits for ever.
+is listed, and the exit status is 1. A function that moved to another file of its folder is not new, and new cases of an
+old function are not looked for. This file is also the plugin that ends a test which waits for ever.
 """
 
 import argparse
@@ -92,6 +92,21 @@ def test_names(body: Sequence[ast.stmt]) -> list[str]:
     return [node.name for node in functions if node.name.startswith("test_")]
 
 
+def new_tests(checkout: Path, base: Path) -> list[str]:
+    """The test functions of `checkout` that `base` has neither there nor, under the same name, in a file of the folder
+    that has lost it since.
+    """
+    names, base_names = tests_of(checkout), tests_of(base)
+    moved = {folder_and_function(name) for name in base_names - names}
+    return sorted(name for name in names - base_names if folder_and_function(name) not in moved)
+
+
+def folder_and_function(name: str) -> tuple[str, str]:
+    """The folder and the function, with its class, of `path::name`."""
+    path, _, function = name.partition("::")
+    return path.rpartition("/")[0], function
+
+
 def run_folder(checkout: Path, folder: str, names: Sequence[str]) -> dict[str, list[str]]:
     """The outcomes of the cases of these test functions, in one process. Files are named, not functions: pytest runs
     nothing at all where a function that is asked for stands in a file that cannot be imported.
@@ -142,13 +157,13 @@ def main() -> int:
     options.add_argument("--only", default="", help="only tests whose ids contain this")
     chosen = options.parse_args()
     with worktree(chosen.base) as old:
-        known = tests_of(old)
+        names = new_tests(ROOT, old)
         shutil.rmtree(old / "tests")
         shutil.copytree(ROOT / "tests", old / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         by_folder: dict[str, list[str]] = {}
-        for name in sorted(tests_of(ROOT) - known):
+        for name in names:
             if chosen.only in name:
-                by_folder.setdefault(name.partition("::")[0].rpartition("/")[0], []).append(name)
+                by_folder.setdefault(folder_and_function(name)[0], []).append(name)
         functions: dict[str, list[str]] = {}
         with ThreadPoolExecutor(chosen.jobs) as pool:
             for found in pool.map(lambda item: run_folder(old, *item), by_folder.items()):
