@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from throughline.core.artifact import MANIFEST
 from throughline.core.errors import Refused, WrongUse
 from throughline.core.workspace import read_records
 from throughline.prove.forked import run_ranks, warm
@@ -120,3 +121,16 @@ def test_a_directory_that_was_removed_is_not_said_to_be_taken_over(tmp_path: Pat
         (tmp_path / OWNER).unlink()
         with pytest.raises(Refused, match="removed or emptied"):
             workspace.check_owner()
+
+
+def test_a_start_that_wakes_up_after_its_successor_has_finished_is_refused(tmp_path: Path) -> None:
+    """A finished run has a manifest and no owner."""
+    with RunWorkspace(tmp_path, "old") as workspace:
+        workspace.own()
+        (tmp_path / OWNER).unlink()
+        (tmp_path / MANIFEST).write_text("{}")
+        with pytest.raises(
+            Refused, match="another start of this run has taken over its directory"
+        ) as refused:
+            workspace.check_owner()
+        assert "has finished the run" in refused.value.why

@@ -75,16 +75,21 @@ class RunWorkspace(Workspace):
     def check_owner(self) -> None:
         """Raises Refused when the run was started again elsewhere since."""
         file = self.path / OWNER
-        found = file.read_text() if file.exists() else ""
-        if not found:
+        owner = file.read_text() if file.exists() else ""
+        if owner == self.token:
+            return
+        is_finished = (self.path / MANIFEST).exists()
+        if not owner and not is_finished:
             what, why = "the run's directory was removed or emptied", f"{file} is not there any more"
             fix = "restore the directory, and give the same command again"
             raise Refused(what, where=self.path, why=why, fix=fix)
-        if found != self.token:
-            what = "another start of this run has taken over its directory"
-            why = f"this one is {self.token}, the directory belongs to {found}"
-            fix = "let the other one train; what it writes is whole, and nothing was written here"
-            raise Refused(what, where=self.path, why=why, fix=fix)
+        what = "another start of this run has taken over its directory"
+        why = f"this one is {self.token}, the directory belongs to {owner}"
+        fix = "let the other one train; what it writes is whole, and nothing was written here"
+        if not owner:
+            why = f"this one is {self.token}; the other one has finished the run"
+            fix = "use the finished run; nothing was written here"
+        raise Refused(what, where=self.path, why=why, fix=fix)
 
     def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
         if self.leads:
