@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import gpt_tokenizer, opinionated, write_model
 from in_thread import until
 from throughline.inference.serving import catalogue, worker
 
@@ -108,7 +109,6 @@ def test_any_kind_of_model_is_replaced_and_no_request_is_lost(
     """Clients ask without a pause while a watched link leads from one Hugging Face directory to another, while its
     files are written anew, and while /models/load puts an ONNX artifact there: each gets the answer of one of them.
     """
-    from conftest import gpt_tokenizer, opinionated, write_model
     from throughline.models.config import GPTConfig
     from throughline.models.init import build
 
