@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import gpt_tokenizer, opinionated, write_model
 from in_thread import until
+from model_directories import gpt_tokenizer, opinionated, write_model
 from throughline.inference.serving import catalogue, worker
 
 ASKED = {"model": "gpt", "prompt": "The quick", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

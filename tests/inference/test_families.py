@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from conftest import bert_tokenizer, gpt_tokenizer, write_model
+from model_directories import bert_tokenizer, gpt_tokenizer, write_model
 from small_models import opinionated_model
 from throughline.cli.main import main
 from throughline.models.config import BERTConfig, GPTConfig
