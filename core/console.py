@@ -197,7 +197,7 @@ def background_stderr() -> Iterator[None]:
 
 
 def dropped_lines() -> int:
-    """Lines of stderr that were lost so far."""
+    """Return the number of stderr lines dropped so far."""
     stream = lossy_stderr()
     return 0 if stream is None else stream.dropped
 

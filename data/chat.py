@@ -150,7 +150,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives to a chat template, in jinja's sandbox."""
+    """Return the sandboxed jinja environment with the extensions and functions that transformers defines."""
     usual: dict[str, Any] = {
         "trim_blocks": True,
         "lstrip_blocks": True,

@@ -1,4 +1,4 @@
-"""Which tokens have a role: end of text, begin of text, padding, ..."""
+"""Token roles: end of text, begin of text, padding, ..."""
 
 from pathlib import Path
 from typing import Any

@@ -309,7 +309,7 @@ class Tokenizer:
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """What each token contributes to a text."""
+        """Text that each token contributes to a decoded answer."""
         return TokenTexts(self._library, self._steps.get("decoder"))
 
     def detokenizer(self, before: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:

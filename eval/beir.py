@@ -159,7 +159,7 @@ def _repeats(file: Path, kind: str, repeated: Counter[str]) -> list[str]:
 
 
 def _equal_texts(documents: dict[str, str]) -> list[str]:
-    """What to say of documents whose title and text are another's: each of them can be the first hit."""
+    """Return a warning about documents with equal title and text: the search may rank any of them first."""
     first_by_text: dict[str, str] = {}
     copies = [name for name, text in documents.items() if first_by_text.setdefault(text, name) != name]
     if not copies:

@@ -37,7 +37,7 @@ class Corpus:
 
     @property
     def train_tokens(self) -> list[int]:
-        """Of each source."""
+        """Tokens in the training part of each store."""
         return [store.tokens for store in self.train] or list(self.estimated_tokens[0])
 
     @property

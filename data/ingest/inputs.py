@@ -91,7 +91,7 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
 
 
 def _content(source: Source) -> object:
-    """What two names of one content have in common: the inode, which links share, or the name of a dataset."""
+    """Return a key that is equal for two names of the same content: the inode of a file, or the name of a dataset."""
     if source.format == "dataset":
         return source.place
     facts = os.stat(source.path)

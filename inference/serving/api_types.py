@@ -224,7 +224,7 @@ class CompletionBody(Generation, kw_only=True):
 
 
 class Conversation(Generation, kw_only=True):
-    """What the endpoints that answer a conversation share."""
+    """Fields shared by the endpoints that answer a conversation."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description=VARIABLES)] = {}
     add_special_tokens: Annotated[bool, Meta(description=AGAIN)] = False

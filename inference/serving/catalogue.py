@@ -99,7 +99,7 @@ def _stamp(file: Path) -> tuple[str, int, int, int]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong and why, in one line."""
+    """Return the error and its reason in one line."""
     if isinstance(error, ThroughlineError):
         return ": ".join(part for part in (error.what, error.why) if part)
     return f"{type(error).__name__}: {error}"

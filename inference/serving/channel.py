@@ -97,7 +97,7 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Turn(msgspec.Struct, tag=True):
-    """What a step of a batch made."""
+    """Output of one step of a batch."""
 
     made: list[Made]
     guessed: int = 0  # tokens ahead

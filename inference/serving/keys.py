@@ -30,7 +30,7 @@ def later(status: int, what: str, wait_s: int) -> HTTPException:
 
 
 class Key(msgspec.Struct, dict=True, forbid_unknown_fields=True):
-    """Who asks: one API key, or everybody where none is needed."""
+    """The caller: one API key, or every client of a server without keys."""
 
     name: str = ""  # for the access log
     priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0  # the higher, the earlier

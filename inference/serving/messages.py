@@ -36,7 +36,7 @@ class Part(Strict):
 
 
 class Function(Strict):
-    """What an earlier answer called: its name, and its arguments as JSON."""
+    """A tool call of an earlier answer: the function name, and its arguments as JSON."""
 
     name: str
     arguments: Text = "{}"

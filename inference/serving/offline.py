@@ -132,7 +132,7 @@ def embed_lines(
 
 
 def one_line(error: ThroughlineError) -> str:
-    """What happened and why, for the answer to a line of a file."""
+    """Return the error and its reason, as written to the output line of a failed record."""
     return f"{error.what} ({error.why})" if error.why else error.what
 
 

@@ -316,7 +316,7 @@ def warm_up(loaded: Loaded) -> list[str]:
 
 
 def first_outputs(loaded: Loaded) -> dict[str, np.ndarray]:
-    """What a model computes of two tokens: an encoder's outputs, a GPT's `logits` of a step behind them."""
+    """Run two tokens through the model and return an encoder's outputs or a GPT's next-token `logits`."""
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, 2))
     if loaded.encoder is not None:
         loaded.encoder.lane()  # opened before somebody waits for it

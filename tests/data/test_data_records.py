@@ -320,7 +320,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library would try six times in 25 seconds; here it reads its cache alone, and is told so for this call."""
+    """Without a network only the library's cache is read; its six retries would take 25 seconds."""
     datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 

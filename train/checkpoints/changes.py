@@ -1,4 +1,4 @@
-"""What a resume changes of a run's recipe, and what that does to its learning rate."""
+"""Recipe changes of a resumed run, and their effect on its learning rate."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ RECORDED = ("train.steps", "train.clip_norm", "optimizer.learning_rate", "optimi
 
 
 def recorded_changes(before: Recipe, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """What a resume changed of the fields that decide what is trained: (old, new) by key."""
+    """Return the training fields that a resume changed: key -> (old value, new value)."""
     old, new = (dict(leaves(each.model_dump(mode="json"))) for each in (before, recipe))
     return {key: (old[key], new[key]) for key in RECORDED if old[key] != new[key]}
 

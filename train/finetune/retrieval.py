@@ -22,7 +22,7 @@ Relevant = dict[bytes, set[bytes]]  # the passages that answer a query
 
 
 def text_pairs(rows: Sequence[Row]) -> list[tuple[bytes, bytes]]:
-    """What identifies query and passage of each record: a hash of the tokens that the model reads."""
+    """Return (query hash, passage hash) of each record; equal token ids have equal hashes."""
     names = [hashlib.blake2b(row["input_ids"].tobytes(), digest_size=16).digest() for row in rows]
     return list(zip(names[0::2], names[1::2]))
 

@@ -133,7 +133,7 @@ class Located:
 def first_span(
     context: str, answers: Sequence[tuple[int | None, str]]
 ) -> tuple[tuple[int, int] | None, bool]:
-    """The span of the first answer that the context holds, and whether it is the first one, at its offset."""
+    """Return the span of the first answer found in the context, and whether that is answer 0 at its stated offset."""
     for place, (start, text) in enumerate(answers):
         if (span := locate(context, text, start)) is not None:
             return span, place == 0 and start == span[0] and context[slice(*span)] == text

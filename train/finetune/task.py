@@ -113,7 +113,7 @@ class Task:
     def answers(
         self, model: Any, records: Sequence[Record], device: torch.device
     ) -> Iterator[tuple[Tensor, Batch]]:
-        """What an encoder, or its head, says of all rows of the records, a batch at a time."""
+        """Yield the outputs of an encoder, or of its head, for all rows of the records, one batch at a time."""
         for batch in self.batches(self.rows(records), device):
             inputs = {name: batch[name] for name in ("input_ids", "token_types", "attention_mask")}
             yield model(**inputs), batch

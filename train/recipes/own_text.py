@@ -72,7 +72,7 @@ def recipe_for_text(text: str, overrides: Sequence[str]) -> tuple[str, list[str]
 
 
 def _passes(recipe: Recipe, tokens: float) -> float:
-    """How often a run reads the training part of a text of so many tokens."""
+    """Return the number of passes that a run makes over the training part of a text of this many tokens."""
     return recipe.train.tokens / max(tokens * (1 - recipe.data.validation_fraction), 1)
 
 

@@ -60,7 +60,7 @@ class DataSection(Section):
     """GPT windows: every epoch cuts the stream at another place."""
 
     def read_options(self) -> "ReadOptions":
-        """How text becomes documents."""
+        """Return the options that split input text into documents."""
         from ...data.ingest.readers import ReadOptions
 
         return ReadOptions(self.documents, self.field, self.split, self.unwrap, self.skip_front_matter)

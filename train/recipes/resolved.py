@@ -239,7 +239,7 @@ def stated_weights(recipe: Recipe) -> list[float] | None:
 
 @dataclass(frozen=True)
 class SourcePasses:
-    """What a run reads of one training store."""
+    """Share, tokens and passes that a run reads of one training store."""
 
     path: str
     tokens: float  # in the training part of the store
@@ -252,7 +252,7 @@ class SourcePasses:
 
 
 def source_passes(recipe: Recipe, sizes: Sequence[float]) -> list[SourcePasses]:
-    """What the run reads of each training store, by the tokens in their training parts ([]: not known)."""
+    """Return the tokens and passes that the run reads of each training store ([]: not known)."""
     weights = stated_weights(recipe) or sizes
     rows = zip(recipe.data.sources(), sizes, weights)
     shares = [(source.path, size, weight / sum(weights)) for source, size, weight in rows if size]
